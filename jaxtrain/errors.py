@@ -1,0 +1,7 @@
+"""The error of everything that is the user's to mend and is not a setting: a missing corpus, a full disk, a wrong checkpoint."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """One clear message that says what happened, where, and what to do. Commands print it and exit with code 1."""
