@@ -1,0 +1,140 @@
+"""Starts a command as several processes of one run on this machine, to try several hosts on one.
+
+    python scripts/launch_local.py -n 2 --devices-per-process=4 -- python -m jaxtrain.main --config=... --workdir=...
+
+Each process finds the others through JAX_COORDINATOR_ADDRESS (a free loopback port), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+--devices-per-process=N appends `--config.runtime.fake_devices=N` to the command, so it needs a command that takes config
+overrides. Lines of processes other than 0 begin with [1], [2], ... As soon as one process fails all others are stopped
+(SIGTERM, after 3 s SIGKILL) and its exit code is this command's (128 + n for signal n). Ctrl-C and SIGTERM stop all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+GRACE_S = 3.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv` (without the program's name) and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", "--processes", type=int, required=True, help="processes to start")
+    parser.add_argument("--devices-per-process", type=int, default=0, metavar="N", help="fake CPU devices of each; 0: not set")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: the command")
+    args = parser.parse_args(argv)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.processes < 1 or args.devices_per_process < 0 or not command:
+        parser.error("needs -n of at least 1, --devices-per-process of at least 0 and, after --, a command")
+    if args.devices_per_process:
+        command = [*command, f"--config.runtime.fake_devices={args.devices_per_process}"]
+    return run(command, args.processes)
+
+
+def run(command: Sequence[str], count: int) -> int:
+    """Starts `command` `count` times, waits, and returns 0 or the exit code of the first process that failed."""
+    stopped_by: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _: stopped_by.append(got))
+    port = free_port()
+    processes: list[subprocess.Popen] = []
+    readers: list[threading.Thread] = []
+    try:
+        for index in range(count):
+            process = start(command, count, index, port)
+            processes.append(process)
+            if index:
+                for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    readers.append(threading.Thread(target=copy_lines, args=(source, sink, index), daemon=True))
+                    readers[-1].start()
+        while not stopped_by:
+            codes = [process.poll() for process in processes]
+            failed = [index for index, code in enumerate(codes) if code]
+            if failed:
+                return report(failed[0], codes[failed[0]], count)
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.05)
+        print(f"launch_local: stopping {count} processes (signal {stopped_by[0]})", file=sys.stderr, flush=True)
+        return 128 + stopped_by[0]
+    except OSError as error:
+        print(f"launch_local: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+    finally:
+        stop(processes)
+        for reader in readers:
+            reader.join(1.0)
+
+
+def start(command: Sequence[str], count: int, index: int, port: int) -> subprocess.Popen:
+    """One process in its own process group, so that its workers can be stopped with it. Process 0 keeps this terminal."""
+    address = f"127.0.0.1:{port}"
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # loopback only: JAX's default listens on every interface
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(index),
+        "PYTHONUNBUFFERED": "1",
+    }
+    output = subprocess.PIPE if index else None
+    return subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=os.environ | variables,
+        start_new_session=True,
+    )
+
+
+def stop(processes: Sequence[subprocess.Popen]) -> None:
+    """Ends every process and its children: SIGTERM, then SIGKILL to those still there after GRACE_S seconds."""
+    for process in processes:
+        signal_group(process, signal.SIGTERM if process.poll() is None else signal.SIGKILL)  # of a dead one: its children
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    for process in processes:
+        signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def signal_group(process: subprocess.Popen, number: int) -> None:
+    """Sends a signal to the process group of `process`, if anything of it is left."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def copy_lines(source, sink, index: int) -> None:
+    """Copies the bytes lines of `source` to the text stream `sink`, each with [index] before it."""
+    for line in source:
+        sink.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
+        sink.flush()
+
+
+def report(index: int, code: int, count: int) -> int:
+    """Says which process failed; returns the exit code for this command."""
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+    others = f"; stopping the other {count - 1}" if count > 1 else ""
+    print(f"launch_local: process {index} {how}{others}", file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code
+
+
+def free_port() -> int:
+    """A loopback TCP port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

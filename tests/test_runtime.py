@@ -1,0 +1,295 @@
+"""Process start-up: partial settings, platforms, time limits; and the local launcher. Each start-up has its own process."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import pytest
+
+from jaxtrain import runtime
+from jaxtrain.config import ConfigError, default_config
+from jaxtrain.errors import UserError
+
+ROOT = pathlib.Path(__file__).parent.parent
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch_local.py")]
+
+
+def settings(**changes):
+    """The runtime section of the default tree with changes."""
+    section = default_config().runtime
+    section.update(changes)
+    return section
+
+
+def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    """Runs code in a fresh process that has `config`, with --config.runtime.KEY=NUMBER arguments applied."""
+    command = [sys.executable, "-c", START + textwrap.dedent(code), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(**variables), check=False)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's variables without JAX's, so that conftest's do not reach the child; then `variables`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("JAX_") and key != "XLA_FLAGS"}
+    return kept | {"PYTHONPATH": str(ROOT)} | variables
+
+
+START = """
+import sys
+from jaxtrain.config import ConfigError, default_config
+from jaxtrain.errors import UserError
+config = default_config()
+for argument in sys.argv[1:]:
+    key, value = argument.removeprefix("--config.runtime.").split("=")
+    config.runtime[key] = int(value)
+from jaxtrain import runtime
+"""
+
+
+def test_alone_by_default():
+    assert runtime.find_processes(settings(), {}) == runtime.Processes("", 1, 0)
+    assert runtime.find_processes(settings(num_processes=1), {"JAX_COORDINATOR_ADDRESS": "a:1"}).count == 1
+
+
+def test_settings_go_before_variables():
+    variables = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+    assert runtime.find_processes(settings(), variables) == runtime.Processes("host:1234", 4, 3)
+    assert runtime.find_processes(settings(process_id=0, num_processes=2), variables) == runtime.Processes("host:1234", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "missing"),
+    [
+        ({"num_processes": 2}, {}, ["runtime.coordinator_address", "runtime.process_id"]),
+        ({"num_processes": 2, "process_id": 1}, {}, ["runtime.coordinator_address"]),
+        ({"coordinator_address": "a:1", "num_processes": 2}, {}, ["runtime.process_id"]),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "1"}, ["runtime.num_processes"]),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1"}, ["runtime.num_processes", "runtime.process_id"]),
+        ({"process_id": 0}, {}, ["runtime.coordinator_address", "runtime.num_processes"]),
+    ],
+)
+def test_partial_settings_name_what_is_missing(given, variables, missing):
+    with pytest.raises(ConfigError) as caught:
+        runtime.find_processes(settings(**given), variables)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == missing
+    assert all("missing" in problem and "JAX_" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "id=2: must be less than"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES='two'"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"}, "must be at least 1"),
+        ({"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "a: has no port"),
+        ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "1"}, "process_id=1: must be less than runtime.num_processes=1"),
+    ],
+)
+def test_wrong_values_are_refused(variables, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        runtime.find_processes(settings(), variables)
+
+
+def test_starts_as_configured_and_twice_is_harmless(tmp_path):
+    result = python(
+        f"""
+        config.runtime.compile_cache_dir = {str(tmp_path / "cache")!r}
+        runtime.initialize(config)
+        runtime.initialize(config)
+        import jax, os
+        print(jax.device_count(), jax.default_backend(), jax.config.jax_compilation_cache_dir, runtime.devices_summary())
+        assert "terminate_timeout" in os.environ["XLA_FLAGS"]
+        config.runtime.fake_devices = 5
+        try:
+            runtime.initialize(config)
+        except UserError as error:
+            print(error)
+        """,
+        "--config.runtime.fake_devices=3",
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"3 cpu {tmp_path / 'cache'} 3 x fake CPU devices"), result.stdout
+    assert (tmp_path / "cache").is_dir()
+    assert "fake_devices=5: JAX already runs 3 cpu device(s)" in result.stdout
+
+
+def test_gpu_wishes_that_cannot_be_met(monkeypatch):
+    jax.devices()  # started: nothing below may change this process's platform
+
+    def refuse(error, words, **changes):
+        config = default_config()
+        config.runtime.update(changes)
+        with pytest.raises(error, match=words):
+            runtime.initialize(config)
+
+    refuse(ConfigError, "fake_devices=2: only for CPU", platform="gpu", fake_devices=2)
+    refuse(ConfigError, "JAX_PLATFORMS=cpu; unset it", platform="gpu")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(runtime, "cuda_plugin", lambda: "")
+    refuse(UserError, "JAX is installed without CUDA", platform="gpu")
+    monkeypatch.setattr(runtime, "cuda_plugin", lambda: "jax-cuda12-plugin 1")
+    refuse(UserError, "already runs on cpu in this process", platform="gpu")
+
+
+def test_gpu_that_does_not_start_is_one_message():
+    result = python(
+        """
+        runtime.cuda_plugin = lambda: "jax-cuda12-plugin 1"
+        config.runtime.platform = "gpu"
+        import jax
+        jax.default_backend = lambda: 1 / 0
+        try:
+            runtime.initialize(config)
+        except UserError as error:
+            print(error)
+        """
+    )
+    assert "runtime.platform=gpu: JAX found no usable GPU" in result.stdout, result.stderr
+    assert "plugin jax-cuda12-plugin 1" in result.stdout
+
+
+def test_warns_once_of_a_gpu_that_jax_cannot_use(tmp_path):
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho NVIDIA Test\necho NVIDIA Test\n")
+    command.chmod(0o755)
+    code = "runtime.cuda_plugin = lambda: ''\nruntime.initialize(config)\nruntime.initialize(config)"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    warning = "this machine has 2 GPU(s) (NVIDIA Test), but JAX runs on the CPU: JAX is installed without CUDA"
+    assert python(code, PATH=path).stderr.count(warning) == 1
+    assert warning not in python(code, "--config.runtime.fake_devices=2", PATH=path).stderr  # the CPU was asked for
+
+
+def test_unwritable_compile_cache_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = default_config()
+    config.runtime.compile_cache_dir = str(tmp_path / "file" / "cache")
+    with pytest.raises(UserError, match="compile_cache_dir=.*cannot be made"):
+        runtime.initialize(config)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_missing_processes_are_a_message_after_the_time_limit(index):
+    code = """
+        try:
+            runtime.initialize(config)
+        except UserError as error:
+            print(error)
+            sys.exit(1)
+        """
+    from_launcher = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(index),
+    }
+    result = python(code, "--config.runtime.init_timeout_s=2", "--config.runtime.fake_devices=1", **from_launcher)
+    assert result.returncode == 1, result.stderr
+    assert f"process {index} of 2, coordinator 127.0.0.1:" in result.stdout
+    assert "not complete after 2 s (runtime.init_timeout_s)" in result.stdout
+    assert ("other 1 process(es)" if index == 0 else "process 0 is not there") in result.stdout
+
+
+def free_port() -> int:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import launch_local
+    finally:
+        sys.path.pop(0)
+    return launch_local.free_port()
+
+
+PSUM = (
+    START
+    + """
+runtime.initialize(config)
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), "x")
+spread, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+ones = np.full(4, 10.0 ** jax.process_index(), np.float32)
+x = jax.make_array_from_callback((4,), spread, lambda index: ones[index])
+assert "all-reduce" in (compiled := jax.jit(jnp.sum, out_shardings=whole).lower(x).compile()).as_text()
+print("sum", compiled(x), "devices", jax.device_count(), "local", jax.local_device_count())
+"""
+)
+
+
+def launch(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess:
+    command = [*LAUNCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False)
+
+
+def test_two_processes_agree_on_a_sum(tmp_path):
+    script = tmp_path / "psum.py"
+    script.write_text(PSUM)
+    result = launch("-n", "2", "--devices-per-process=2", "--", sys.executable, str(script))
+    assert result.returncode == 0, result.stderr
+    assert sorted(line for line in result.stdout.splitlines() if "sum" in line) == [
+        "[1] sum 22.0 devices 4 local 2",
+        "sum 22.0 devices 4 local 2",
+    ]
+
+
+def test_launcher_stops_the_others_and_keeps_the_exit_code(tmp_path):
+    script = tmp_path / "die.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, pathlib, signal, subprocess, sys, time
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the stubborn kind
+            index = os.environ["JAX_PROCESS_ID"]
+            folder = pathlib.Path({str(tmp_path)!r})
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            (folder / f"child{{index}}").write_text(str(child.pid))
+            while len(list(folder.glob("child*"))) < 3:
+                time.sleep(0.01)
+            if index == "1":
+                print("I give up", file=sys.stderr)
+                sys.exit(7)
+            time.sleep(60)
+            """
+        )
+    )
+    started = time.monotonic()
+    result = launch("-n", "3", "--", sys.executable, str(script), timeout_s=50)
+    assert result.returncode == 7
+    assert "process 1 exited with code 7; stopping the other 2" in result.stderr
+    assert "[1] I give up" in result.stderr
+    assert time.monotonic() - started < 12
+    children = [int((tmp_path / f"child{index}").read_text()) for index in range(3)]
+    assert not [child for child in children if alive(child)]
+
+
+def test_ctrl_c_stops_all(tmp_path):
+    code = f"import os, time; open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w'); time.sleep(60)"
+    command = [*LAUNCH, "-n", "2", "--", sys.executable, "-c", code]
+    launcher = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(10) == 128 + signal.SIGINT
+    launcher.stderr.close()
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2 and not [pid for pid in pids if alive(pid)]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended but was not waited for yet does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_versions_name_what_computes():
+    found = runtime.versions()
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"} <= found.keys()
+    assert runtime.devices_summary().startswith("8 x fake CPU devices on ")
