@@ -215,7 +215,8 @@ spread, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
 ones = np.full(4, 10.0 ** jax.process_index(), np.float32)
 x = jax.make_array_from_callback((4,), spread, lambda index: ones[index])
 assert "all-reduce" in (compiled := jax.jit(jnp.sum, out_shardings=whole).lower(x).compile()).as_text()
-print("sum", compiled(x), "devices", jax.device_count(), "local", jax.local_device_count())
+total = float(compiled(x))
+sys.stdout.write(f"sum {total} devices {jax.device_count()} local {jax.local_device_count()}\\n")
 """
 )
 
@@ -230,7 +231,7 @@ def test_two_processes_agree_on_a_sum(tmp_path):
     script.write_text(PSUM)
     result = launch("-n", "2", "--devices-per-process=2", "--", sys.executable, str(script))
     assert result.returncode == 0, result.stderr
-    assert sorted(line for line in result.stdout.splitlines() if "sum" in line) == [
+    assert sorted(line for line in result.stdout.splitlines() if "sum " in line) == [
         "[1] sum 22.0 devices 4 local 2",
         "sum 22.0 devices 4 local 2",
     ]
