@@ -1,0 +1,1 @@
+"""The decoder: layers, attention, blocks, loss."""

@@ -1,0 +1,39 @@
+"""Plain attention that holds all scores, with float32 softmax statistics. Any device; honours every setting."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    softcap: float = 0.0,
+    probability_mask: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(cap(scale * q k^T) under mask) v.
+
+    Args:
+      q [B, T, K, G, H], k and v [B, S, K, H]: one float dtype, K key/value heads of G query heads each.
+      mask [B, T, S] bool: what is visible. A query that sees nothing gives 0, with zero gradients.
+      softcap: cap * tanh(scores / cap); 0 is off.
+      probability_mask [B, K, G, T, S]: dropout factors on the probabilities, or None.
+
+    Returns: [B, T, K, G, H] in q's dtype.
+    """
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    mask = mask[:, None, None]
+    # A finite floor and a product with the mask: -inf - -inf would poison the gradient of rows that see nothing.
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))) * mask
+    total = weights.sum(-1, keepdims=True)
+    probabilities = weights / jnp.where(total == 0.0, 1.0, total)
+    if probability_mask is not None:
+        probabilities = probabilities * probability_mask
+    return jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v)

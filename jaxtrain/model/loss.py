@@ -1,0 +1,131 @@
+"""Cross-entropy over a vocabulary-sharded head that never holds the logits of more than one chunk of tokens.
+
+Head product, softmax and their gradients are fused (as in Liger; Hsu et al. 2024): the backward's products are made
+while a chunk's logits are at hand, so nothing is recomputed and no float32 logits outlive their chunk. Sums over the
+vocabulary cross `tensor` as one float32 number per token; logits are never gathered. Returns sums, to be divided once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.model.vocabulary import ACTIVATIONS, TABLE, TOKENS
+from jaxtrain.sharding import TOKEN_AXES, Layout, manual, psum, reduce_gradient
+
+IGNORE = -1  # a target of -1: this position has none
+
+
+class LossSums(NamedTuple):
+    """Sums over target tokens, float32 scalars."""
+
+    objective: jax.Array  # what is minimized: smoothed cross-entropy + z_loss * log(Z)^2
+    cross_entropy: jax.Array  # plain negative log-likelihood in nats; carries no gradient
+    targets: jax.Array  # how many
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """Static settings of the loss."""
+
+    vocab_size: int
+    chunk_tokens: int
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    softcap: float = 0.0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(x: jax.Array, table: jax.Array, targets: jax.Array, layout: Layout, settings: LossSettings) -> LossSums:
+    """Loss sums of final activations against the head.
+
+    Args:
+      x [B, T, D] in compute dtype; table [V, D] float32 in storage placement, V padded; targets [B, T] int32, -1 none.
+
+    Gradients flow from `objective` alone.
+    """
+    return _run(x, table, targets, layout, settings, with_gradients=False)[0]
+
+
+def _forward(x, table, targets, layout, settings):
+    sums, dx, dtable = _run(x, table, targets, layout, settings, with_gradients=True)
+    return sums, (dx, dtable)
+
+
+def _backward(layout, settings, residuals, g):
+    dx, dtable = residuals
+    return (dx * g.objective).astype(dx.dtype), dtable * g.objective, None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _run(x, table, targets, layout, settings, with_gradients):
+    function = functools.partial(_local, layout=layout, settings=settings, with_gradients=with_gradients)
+    out = [None, *([ACTIVATIONS, ("gradient", TABLE)] if with_gradients else [])]
+    run = manual(layout, function, [ACTIVATIONS, ("compute", TABLE), TOKENS], out)
+    return run(x, table.astype(x.dtype), targets)
+
+
+def _local(x, table, targets, layout, settings, with_gradients):
+    """One device: its tokens against its part of the vocabulary, chunk by chunk."""
+    tokens, width = targets.size, x.shape[-1]
+    chunk = min(settings.chunk_tokens, tokens)
+    count = -(-tokens // chunk)
+    fill = count * chunk - tokens
+    xs = jnp.pad(x.reshape(tokens, width), ((0, fill), (0, 0))).reshape(count, chunk, width)
+    ys = jnp.pad(targets.reshape(tokens), (0, fill), constant_values=IGNORE).reshape(count, chunk)
+
+    def one(carry, chunk_of):
+        (objective, nll, dtable), (x, y) = carry, chunk_of
+        chunk_objective, chunk_nll, dlogits = _chunk(x, y, table, layout, settings)
+        dx = None
+        if with_gradients:
+            dlogits = dlogits.astype(x.dtype)
+            dx = psum(layout, jnp.dot(dlogits, table, preferred_element_type=jnp.float32), ("tensor",)).astype(x.dtype)
+            dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
+        return (objective + chunk_objective, nll + chunk_nll, dtable), dx
+
+    zero = jnp.zeros((), jnp.float32)
+    start = (zero, zero, jnp.zeros(table.shape, jnp.float32) if with_gradients else None)
+    (objective, nll, dtable), dx = jax.lax.scan(one, start, (xs, ys))
+    targets_here = jnp.sum(targets != IGNORE).astype(jnp.float32)
+    sums = LossSums(*(psum(layout, value, TOKEN_AXES) for value in (objective, nll, targets_here)))
+    if not with_gradients:
+        return (sums,)
+    dx = dx.reshape(count * chunk, width)[:tokens].reshape(x.shape)
+    return sums, dx, reduce_gradient(layout, dtable, TABLE)
+
+
+def _chunk(x, y, table, layout, settings):
+    """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V/tensor] in float32."""
+    logits = jnp.dot(x, table.T, preferred_element_type=jnp.float32)
+    slope = 1.0
+    if settings.softcap:
+        capped = settings.softcap * jnp.tanh(logits / settings.softcap)
+        slope, logits = 1.0 - (capped / settings.softcap) ** 2, capped
+    shard = jax.lax.axis_index("tensor") if layout.size("tensor") > 1 else 0
+    ids = shard * table.shape[0] + jnp.arange(table.shape[0])
+    real = ids < settings.vocab_size
+    top = jnp.where(real, logits, -jnp.inf).max(-1)
+    # A shard may hold nothing but padding: the largest logit over all shards is finite all the same.
+    top = jax.lax.pmax(top, "tensor") if layout.size("tensor") > 1 else top
+    exp = jnp.where(real, jnp.exp(logits - top[:, None]), 0.0)
+    total = psum(layout, exp.sum(-1), ("tensor",))
+    log_z = jnp.log(total) + top
+    hit = ids == y[:, None]
+    label_logit = psum(layout, jnp.where(hit, logits, 0.0).sum(-1), ("tensor",))
+    weight = (y != IGNORE).astype(jnp.float32)
+    nll = log_z - label_logit
+    objective, smoothing = nll, settings.label_smoothing
+    dlogits = exp / total[:, None] * (1.0 + 2.0 * settings.z_loss * log_z)[:, None] - (1.0 - smoothing) * hit
+    if smoothing:
+        mean_logit = psum(layout, jnp.where(real, logits, 0.0).sum(-1), ("tensor",)) / settings.vocab_size
+        objective = (1.0 - smoothing) * nll + smoothing * (log_z - mean_logit)
+        dlogits = dlogits - smoothing / settings.vocab_size * real
+    objective = objective + settings.z_loss * log_z**2
+    return jnp.sum(objective * weight), jnp.sum(nll * weight), dlogits * slope * weight[:, None]

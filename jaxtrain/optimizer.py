@@ -1,0 +1,127 @@
+"""Update rules (through optax), learning-rate schedules, weight decay, and the global gradient norm.
+
+The learning rate is an argument of the step: what is logged is what was applied, and another rate needs no compilation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+
+MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
+
+
+def learning_rate(config: ml_collections.ConfigDict, step: int) -> float:
+    """The rate that optimizer step `step` (0 is the first) applies.
+
+    Warm-up: peak * (step + 1) / warmup_steps, so that step 0 moves and step warmup_steps - 1 has the peak. After it, with
+    progress p from 0 at step warmup_steps to 1 at the last step, num_steps - 1: cosine and linear fall from the peak to
+    peak * final_fraction; constant stays; wsd stays, then falls linearly during the last decay_steps to the same end.
+    Steps after the last keep its value.
+    """
+    c, last = config.optimizer, config.train.num_steps - 1
+    if step < c.warmup_steps:
+        return c.learning_rate * (step + 1) / c.warmup_steps
+    start = last + 1 - c.decay_steps if c.schedule == "wsd" else c.warmup_steps
+    # wsd's first decaying step is below the peak already; cosine and linear have the peak at their first step.
+    offset = 1 if c.schedule == "wsd" else 0
+    progress = min(max((step - start + offset) / max(last - start + offset, 1), 0.0), 1.0)
+    fall = {
+        "constant": 0.0,
+        "linear": progress,
+        "wsd": progress,
+        "cosine": 0.5 * (1.0 - math.cos(math.pi * progress)),
+    }[c.schedule]
+    return c.learning_rate * (1.0 - (1.0 - c.final_fraction) * fall)
+
+
+def make(config: ml_collections.ConfigDict, dims: Any) -> optax.GradientTransformation:
+    """The update rule without its learning rate: updates are to be added to weights after multiplying by -rate.
+
+    Args:
+      dims: nested dict like the weights, of dimension names; tells matrices from vectors and Muon what a matrix is.
+
+    Moments are float32. Decay is decoupled (Loshchilov & Hutter 2019) and on matrices only.
+    """
+    c = config.optimizer
+    adam = optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps)
+    rules = {
+        "adamw": lambda: adam,
+        "lion": lambda: optax.scale_by_lion(b1=c.b1, b2=c.b2),
+        "sgd": lambda: optax.trace(decay=c.momentum) if c.momentum else optax.identity(),
+        # As Shazeer & Stern 2018, without momentum and without scaling by the weight's own size.
+        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        "muon": lambda: _muon(c, adam, dims),
+    }
+    decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix(dims)) if c.weight_decay else optax.identity()
+    return optax.chain(rules[c.name](), decay)
+
+
+def is_matrix(dims: Any) -> Any:
+    """Nested dict of bool like `dims`: does the weight multiply activations (and so decay)? Told by its name."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES, dims, is_leaf=_is_dims)
+
+
+def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims: Any) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for matrices inside blocks; Adam for tables, scales and biases.
+
+    Orthogonal updates are scaled by 0.2 * sqrt(max(rows, columns)) to Adam's size (Liu et al. 2025, section 2.2), so
+    that one learning rate and decay serve both.
+    """
+    outputs = {"heads", "kv_heads", "head_dim", "mlp"}
+
+    def numbers(path, names):
+        if path[-1].key != "kernel":
+            return None
+        rows = tuple(i for i, name in enumerate(names) if name == "embed")
+        columns = tuple(i for i, name in enumerate(names) if name in outputs)
+        if names[-1] == "embed":  # the output matrices take heads or mlp in
+            rows, columns = columns, rows
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
+
+    specs = jax.tree_util.tree_map_with_path(numbers, dims, is_leaf=_is_dims)
+    labels = jax.tree_util.tree_map_with_path(lambda p, _: "muon" if p[-1].key == "kernel" else "adam", dims, is_leaf=_is_dims)
+
+    def rescale(updates, state, params=None):
+        def one(update, spec):
+            rows, columns = (math.prod(update.shape[i] for i in axes) for axes in (spec.reduction_axis, spec.output_axis))
+            return update * (0.2 * math.sqrt(max(rows, columns)))
+
+        is_spec = lambda s: isinstance(s, optax.contrib.MuonDimensionNumbers)
+        masked = jax.tree.map(lambda s: s, specs, is_leaf=is_spec)
+        return jax.tree.map(lambda u, s: u if s is None else one(u, s), updates, masked, is_leaf=lambda x: x is None), state
+
+    orthogonal = optax.contrib.scale_by_muon(beta=c.momentum, weight_dimension_numbers=specs)
+    muon = optax.chain(orthogonal, optax.GradientTransformation(lambda params: optax.EmptyState(), rescale))
+    return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+def global_norm(gradients: Any) -> jax.Array:
+    """Root of the sum of squares over all weights, float32; the same on every mesh, tied weights counted once."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
+
+
+def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) -> Any:
+    """Tree like the optimizer's state: dimension names of leaves shaped like their weight, None for all other leaves.
+
+    Other leaves are step counts and Adafactor's factored statistics, which are small and kept whole.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    return optax.tree.map_params(
+        optimizer,
+        lambda leaf, param, names: names if leaf.shape == param.shape else (None,) * len(leaf.shape),
+        state,
+        params,
+        dims,
+        transform_non_params=lambda leaf: (None,) * len(leaf.shape),
+        is_leaf=None,
+    )
+
+
+def _is_dims(x: Any) -> bool:
+    return isinstance(x, tuple)

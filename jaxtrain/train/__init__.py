@@ -1,0 +1,1 @@
+"""State, step, program, loop."""

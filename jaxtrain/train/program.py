@@ -1,0 +1,137 @@
+"""`build_program`: the training program of a config on a mesh, the same object for whoever drives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain import optimizer as optimizers
+from jaxtrain import precision
+from jaxtrain.model.attention.dispatch import choose
+from jaxtrain.model.decoder import Decoder, dimension_names
+from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
+from jaxtrain.sharding import Layout, make_layout, tree_shardings
+from jaxtrain.train.state import TrainState
+from jaxtrain.train.step import Batch, make_gradients, make_train_step, mean_losses
+from jaxtrain.validate import require_valid
+
+BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything about training that is compiled. All functions are jitted, with their output shardings set."""
+
+    config: ml_collections.ConfigDict
+    layout: Layout
+    model: ml_collections.FrozenConfigDict
+    dims: Any  # nested dict like the weights, of dimension names
+    abstract_state: TrainState  # ShapeDtypeStructs with shardings
+    batch_shape: tuple[int, int, int]  # [M, b, T]
+    batch_sharding: NamedSharding  # of each array of a training batch
+    eval_batch_sharding: NamedSharding  # of each array [b, T] of an evaluation batch
+    init: Callable[[int], TrainState]  # seed -> state
+    train_step: Callable  # (state, batch, learning rate) -> (state, metrics); the state is donated
+    eval_step: Callable[[Any, Batch], LossSums]  # (params, batch [b, T]) -> sums
+    loss_and_grads: Callable  # (params, batch, step) -> (metrics, mean gradients): the step without its update
+    logits: Callable[[Any, Batch], jax.Array]  # (params, batch [b, T]) -> [b, T, vocab_size] float32
+    merge: Callable[[Any], Decoder]  # weights -> the model, for drivers that run it their own way (sampling)
+
+    def put_batch(self, batch: dict, sharding: NamedSharding | None = None) -> Batch:
+        """This process's rows, as numpy arrays, -> global arrays. `sharding`: default that of training batches."""
+        sharding = sharding or self.batch_sharding
+        length_dim = -1
+        shape = lambda x: (*self.batch_shape[:length_dim], x.shape[-1])[-x.ndim :]
+        return {
+            key: jax.make_array_from_process_local_data(sharding, batch[key], shape(batch[key])) for key in BATCH_KEYS
+        }
+
+
+def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
+    """The program for a mesh of real, fake, or merely described devices; nothing is allocated or compiled here.
+
+    Raises ConfigError when the config cannot run on the mesh.
+    """
+    require_valid(config, mesh.size)
+    layout = make_layout(config, mesh)
+    model = ml_collections.FrozenConfigDict(config.model)
+    backend = choose(config, mesh.devices.flat[0].platform)
+    dtype = precision.compute_dtype(config)
+
+    def make(key):
+        return Decoder(nnx.Rngs(params=key), model, layout, dtype, backend, config.memory.remat)
+
+    abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    graph, weights = nnx.split(abstract, nnx.Param)
+    dims, abstract_params = dimension_names(abstract), nnx.to_pure_dict(weights)
+    merge = functools.partial(nnx.merge, graph)
+    optimizer = optimizers.make(config, dims)
+
+    whole = layout.sharding((), "activation")
+    param_shardings = tree_shardings(layout, abstract_params, dims, "storage")
+    gradient_shardings = tree_shardings(layout, abstract_params, dims, "gradient")
+    opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims)
+    state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
+
+    def init(seed):
+        params = nnx.to_pure_dict(nnx.state(make(jax.random.key(seed)), nnx.Param))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, optimizer.init(params), zero, zero)
+
+    settings = LossSettings(
+        model.vocab_size, config.memory.loss_chunk_tokens, config.train.z_loss, config.train.label_smoothing, model.logit_softcap
+    )
+
+    def loss(params, batch, keys, settings=settings):
+        decoder = merge(params)
+        x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], keys)
+        return cross_entropy(x, decoder.head_table, batch["targets"], layout, settings)
+
+    def logits(params, batch):
+        decoder = merge(params)
+        return decoder.logits(decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])[0])
+
+    def loss_and_grads(params, batch, step):
+        sums, grads = gradients(params, batch, step)
+        return mean_losses(sums) | {"grad_norm": optimizers.global_norm(grads)}, grads
+
+    plain = dataclasses.replace(settings, z_loss=0.0, label_smoothing=0.0)
+    dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
+    place = lambda grads: jax.lax.with_sharding_constraint(grads, gradient_shardings)
+    gradients = make_gradients(loss, place, config.train.seed, dropout)
+    train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm)
+    rows, count = config.data.global_batch_rows, config.train.accumulation_steps
+    abstract_state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings
+    )
+    return Program(
+        config=config,
+        layout=layout,
+        model=model,
+        dims=dims,
+        abstract_state=abstract_state,
+        batch_shape=(count, rows // count, config.data.seq_len_tokens),
+        batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
+        eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
+        init=jax.jit(init, out_shardings=state_shardings),
+        train_step=jax.jit(train_step, out_shardings=(state_shardings, whole), donate_argnums=0),
+        eval_step=jax.jit(lambda params, batch: loss(params, batch, None, plain), out_shardings=whole),
+        loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
+        logits=jax.jit(logits, out_shardings=whole),
+        merge=merge,
+    )
+
+
+def _optimizer_shardings(layout: Layout, optimizer: Any, abstract_params: Any, dims: Any) -> Any:
+    """Moments lie like their weights in `optimizer` placement; without this, tx.init would leave them whole everywhere."""
+    state = jax.eval_shape(optimizer.init, abstract_params)
+    names = optimizers.state_dims(optimizer, abstract_params, dims)
+    return jax.tree.map(lambda leaf, d: layout.sharding(d, "optimizer", leaf.shape), state, names)

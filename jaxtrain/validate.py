@@ -1,0 +1,189 @@
+"""What several settings must satisfy together: mesh sizes, divisibility, batch shape, schedules, attention.
+
+`jaxtrain.config` checks each setting alone; this module checks combinations, again before any device is touched. Each
+problem names the settings, both numbers and the nearest values that would do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_collections
+
+from jaxtrain.config import ConfigError
+
+AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")  # slowest link first
+BYTE_VOCAB = 258
+NOT_YET = {"pipeline": "pipeline stages", "expert": "expert parallelism (it needs mixture-of-experts layers)"}
+
+
+def require_valid(config: ml_collections.ConfigDict, num_devices: int | None = None) -> None:
+    """Raises ConfigError with all problems of `problems`, if there are any."""
+    if found := problems(config, num_devices):
+        raise ConfigError(found)
+
+
+def mesh_sizes(config: ml_collections.ConfigDict, num_devices: int) -> dict[str, int]:
+    """Sizes of the six axes on `num_devices` devices, the axis of -1 filled in.
+
+    Raises ConfigError if their product is not the number of devices, saying what would be.
+    """
+    sizes = {axis: config.mesh[axis] for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
+    if free and num_devices % known == 0:
+        sizes[free[0]] = num_devices // known
+    elif free:
+        raise ConfigError(
+            [f"mesh: {shown} needs a multiple of {known} devices, there are {num_devices}: {_nearest_text(num_devices, known)}"]
+        )
+    elif known != num_devices:
+        raise ConfigError(
+            [f"mesh: {shown} multiplies to {known}, there are {num_devices} devices: change an axis, or set one to -1"]
+        )
+    return sizes
+
+
+def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) -> list[str]:
+    """Problems of settings taken together. `num_devices` (all processes) fills an axis of -1; None skips what needs it."""
+    model, found = config.model, []
+    sizes = {axis: config.mesh[axis] for axis in AXES}
+    for axis, size in sizes.items():
+        if size == 0:
+            found.append(f"mesh.{axis}: must be at least 1 (or -1 for one axis), got 0")
+        if axis in NOT_YET and size not in (0, 1):
+            found.append(f"mesh.{axis}: {NOT_YET[axis]} is not supported yet, got {size}; set it to 1")
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        found.append(f"mesh: only one axis may be -1, got {' and '.join(free)}")
+    if found:
+        return found  # what follows divides by these sizes
+    if num_devices is not None:
+        try:
+            sizes = mesh_sizes(config, num_devices)
+        except ConfigError as error:
+            found += error.problems
+    sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
+    return found + _model_problems(model) + _layout_problems(config, sizes) + _data_problems(config, sizes) + _run_problems(config)
+
+
+def _model_problems(model: ml_collections.ConfigDict) -> list[str]:
+    found = []
+    if model.num_heads % model.num_kv_heads:
+        found.append(
+            f"model.num_kv_heads: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} key/value heads; "
+            f"nearest: {_divisors_text(model.num_heads, model.num_kv_heads)}"
+        )
+    if model.position == "rope" and model.head_dim % 2:
+        found.append(f"model.head_dim: RoPE rotates pairs, {model.head_dim} is odd; nearest: {model.head_dim + 1}")
+    if model.rope_scaling == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        found.append(
+            f"model.rope_high_freq_factor: must exceed model.rope_low_freq_factor ({model.rope_low_freq_factor}), "
+            f"got {model.rope_high_freq_factor}"
+        )
+    if model.global_attention_every and not model.sliding_window_tokens:
+        found.append(
+            f"model.global_attention_every: {model.global_attention_every} means nothing without "
+            "model.sliding_window_tokens; set a window or 0"
+        )
+    return found
+
+
+def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:
+    model, found = config.model, []
+    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
+    padded = -(-model.vocab_size // model.vocab_pad_multiple) * model.vocab_pad_multiple
+    if padded % tensor:
+        found.append(
+            f"model.vocab_pad_multiple: the padded vocabulary of {padded} rows does not divide over mesh.tensor={tensor}; "
+            f"nearest multiple: {math.lcm(model.vocab_pad_multiple, tensor)}"
+        )
+    if model.mlp_dim % tensor:
+        found.append(_indivisible("model.mlp_dim", model.mlp_dim, "mesh.tensor", tensor))
+    if model.num_kv_heads < tensor and tensor % model.num_kv_heads:
+        found.append(
+            f"model.num_kv_heads: {model.num_kv_heads} key/value heads cannot be replicated evenly over mesh.tensor={tensor}; "
+            f"nearest tensor sizes: {_nearest_text(tensor, model.num_kv_heads)}, "
+            f"or a divisor of {model.num_kv_heads}: {_divisors_text(model.num_kv_heads, tensor)}"
+        )
+    if config.sharding.zero_stage == 3 and model.embed_dim % fsdp:
+        found.append(
+            _indivisible("model.embed_dim", model.embed_dim, "mesh.fsdp", fsdp)
+            + f", or mesh.fsdp {_divisors_text(model.embed_dim, fsdp)}"
+        )
+    return found
+
+
+def _data_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:
+    data, model, found = config.data, config.model, []
+    if data.seq_len_tokens % sizes["sequence"]:
+        found.append(_indivisible("data.seq_len_tokens", data.seq_len_tokens, "mesh.sequence", sizes["sequence"]))
+    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    per_step = ways * config.train.accumulation_steps
+    if data.global_batch_rows % per_step:
+        found.append(
+            f"data.global_batch_rows: {data.global_batch_rows} rows do not divide into train.accumulation_steps="
+            f"{config.train.accumulation_steps} microbatches over mesh.data x fsdp x expert = {ways}; "
+            f"nearest: {_nearest_text(data.global_batch_rows, per_step)}"
+        )
+    if data.seq_len_tokens > model.max_len_tokens:
+        found.append(f"data.seq_len_tokens: {data.seq_len_tokens} exceeds model.max_len_tokens={model.max_len_tokens}")
+    if data.tokenizer == "byte" and model.vocab_size < BYTE_VOCAB:
+        found.append(f"model.vocab_size: the byte tokenizer has {BYTE_VOCAB} ids, got {model.vocab_size}")
+    return found
+
+
+def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
+    optimizer, steps, found = config.optimizer, config.train.num_steps, []
+    decay = optimizer.decay_steps if optimizer.schedule == "wsd" else 0
+    if optimizer.schedule == "wsd" and not decay:
+        found.append("optimizer.decay_steps: schedule wsd needs a decay of at least 1 step, got 0")
+    if optimizer.schedule != "wsd" and optimizer.decay_steps:
+        found.append(f"optimizer.decay_steps: only schedule wsd uses it, schedule is {optimizer.schedule}; set 0")
+    if optimizer.warmup_steps + decay > steps:
+        found.append(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} (+ decay_steps {decay}) exceed train.num_steps={steps}"
+        )
+    if config.runtime.attention == "cudnn" and (reason := cudnn_refusal(config)):
+        found.append(f"runtime.attention: cudnn cannot honour {reason}; use auto or reference")
+    if config.runtime.fake_devices and config.runtime.platform == "gpu":
+        found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
+    if config.checkpoint.keep_every_steps and not config.checkpoint.save_every_steps:
+        found.append("checkpoint.keep_every_steps: nothing is saved with checkpoint.save_every_steps=0")
+    every, keep = config.checkpoint.save_every_steps, config.checkpoint.keep_every_steps
+    if every and keep % every:
+        found.append(
+            f"checkpoint.keep_every_steps: {keep} is not a multiple of save_every_steps={every}; nearest: {_nearest_text(keep, every)}"
+        )
+    return found
+
+
+def cudnn_refusal(config: ml_collections.ConfigDict) -> str | None:
+    """The setting that cuDNN flash attention cannot honour, or None. Packed documents go to it as a mask."""
+    model = config.model
+    if config.precision.compute_dtype != "bfloat16":
+        return f"precision.compute_dtype={config.precision.compute_dtype} (bfloat16 only)"
+    if model.attention_softcap:
+        return f"model.attention_softcap={model.attention_softcap}"
+    if model.dropout_attention:
+        return f"model.dropout_attention={model.dropout_attention} (its masks would depend on the mesh)"
+    if model.head_dim % 8 or model.head_dim > 256:
+        return f"model.head_dim={model.head_dim} (a multiple of 8 up to 256)"
+    if config.mesh.sequence != 1:
+        return f"mesh.sequence={config.mesh.sequence}"
+    return None
+
+
+def _indivisible(name: str, value: int, by_name: str, by: int) -> str:
+    return f"{name}: {value} does not divide over {by_name}={by}; nearest: {_nearest_text(value, by)}"
+
+
+def _nearest_text(value: int, multiple_of: int) -> str:
+    below, above = value // multiple_of * multiple_of, -(-value // multiple_of) * multiple_of
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def _divisors_text(value: int, near: int) -> str:
+    divisors = sorted((d for d in range(1, value + 1) if value % d == 0), key=lambda d: (abs(d - near), d))[:2]
+    return " or ".join(map(str, sorted(divisors)))
