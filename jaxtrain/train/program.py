@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -45,14 +46,44 @@ class Program:
     logits: Callable[[Any, Batch], jax.Array]  # (params, batch [b, T]) -> [b, T, vocab_size] float32
     merge: Callable[[Any], Decoder]  # weights -> the model, for drivers that run it their own way (sampling)
 
-    def put_batch(self, batch: dict, sharding: NamedSharding | None = None) -> Batch:
-        """This process's rows, as numpy arrays, -> global arrays. `sharding`: default that of training batches."""
+    def put_batch(self, batch: dict[str, np.ndarray], sharding: NamedSharding | None = None) -> Batch:
+        """This process's rows (`train_rows`, `eval_rows`) as numpy arrays [..., b, T] -> global arrays.
+
+        `sharding`: `eval_batch_sharding` for an evaluation batch; default: that of training batches.
+        """
         sharding = sharding or self.batch_sharding
-        length_dim = -1
-        shape = lambda x: (*self.batch_shape[:length_dim], x.shape[-1])[-x.ndim :]
-        return {
-            key: jax.make_array_from_process_local_data(sharding, batch[key], shape(batch[key])) for key in BATCH_KEYS
-        }
+        shape = self.batch_shape if sharding is self.batch_sharding else self.batch_shape[1:]
+        rows = _local_rows(sharding, shape)
+
+        def put(array):
+            def part(index):
+                start, stop, _ = index[-2].indices(shape[-2])
+                first = int(np.searchsorted(rows, start))
+                return array[(*index[:-2], slice(first, first + stop - start), index[-1])]
+
+            return jax.make_array_from_callback(shape, sharding, part)
+
+        return {key: put(batch[key]) for key in BATCH_KEYS}
+
+    def train_rows(self) -> np.ndarray:
+        """[M, b] rows of a step's global batch that this process must read, microbatch by microbatch."""
+        count, rows, _ = self.batch_shape
+        return np.arange(count)[:, None] * rows + _local_rows(self.batch_sharding, self.batch_shape)
+
+    def eval_rows(self) -> np.ndarray:
+        """[b] rows of an evaluation batch that this process must read."""
+        return _local_rows(self.eval_batch_sharding, self.batch_shape[1:])
+
+    def abstract_step_arguments(self) -> tuple[TrainState, Batch, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of `train_step`'s arguments: to compile it without data."""
+        batch = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
+        return self.abstract_state, dict.fromkeys(BATCH_KEYS, batch), jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def _local_rows(sharding: NamedSharding, shape: Sequence[int]) -> np.ndarray:
+    """Sorted indices along the row dimension (the last but one) that this process's devices hold."""
+    slices = {index[-2].indices(shape[-2])[:2] for index in sharding.addressable_devices_indices_map(tuple(shape)).values()}
+    return np.unique(np.concatenate([np.arange(start, stop) for start, stop in slices]))
 
 
 def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
