@@ -1,0 +1,62 @@
+"""Gemma 2 2B (google/gemma-2-2b), 2,614,341,888 parameters, fully sharded inside one node.
+
+    python -m jaxtrain.main --config=configs/gemma2_2b.py --workdir=runs/gemma2_2b --config.data.paths=FOLDER
+
+Hardware   8 x H100 SXM (or H200); with more nodes, data replicates the node.
+Memory     planned, not measured: 16 bytes x 2.614e9 parameters / 8 = 5.2 GB per GPU for weights, gradients
+           and Adam moments in float32; block inputs of one row of 8192 tokens add 1.0 GB. Soft-capped
+           scores exclude cuDNN attention: 2.1 GB of scores a layer.
+Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
+           exists so far: ids stay below 258, while vocab_size stays the model's own.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.update(
+        vocab_size=256_000,
+        num_layers=26,
+        embed_dim=2304,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=256,
+        mlp_dim=9216,
+        mlp="geglu",
+        norm_eps=1e-6,
+        norm_unit_offset=True,
+        post_norms=True,
+        rope_theta=10_000.0,
+        max_len_tokens=8192,
+        tie_embeddings=True,
+        scale_embeddings=True,
+        attention_scale=0.0625,  # query_pre_attn_scalar 256
+        sliding_window_tokens=4096,
+        global_attention_every=2,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+    )
+    config.mesh.update(
+        data=-1,
+        fsdp=8,
+    )
+    config.memory.remat = "full"
+    config.optimizer.update(
+        learning_rate=3e-4,
+        warmup_steps=1000,
+    )
+    config.data.update(
+        paths=("data/",),
+        seq_len_tokens=8192,
+        global_batch_rows=128,  # 1.05M tokens a step
+    )
+    config.train.update(
+        num_steps=50_000,  # 52e9 tokens, 20 for each parameter
+        accumulation_steps=16,
+    )
+    config.checkpoint.save_every_steps = 1000
+    config.eval.every_steps = 1000
+    return config

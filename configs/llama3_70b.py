@@ -1,0 +1,53 @@
+"""Llama 3.1 70B (meta-llama/Llama-3.1-70B), 70,553,706,496 parameters, fully sharded over 64 GPUs.
+
+    python -m jaxtrain.main --config=configs/llama3_70b.py --workdir=runs/llama3_70b --config.data.paths=FOLDER
+
+Hardware   64 x H100 SXM, 8 nodes; with multiples of 64, data replicates them.
+Memory     planned, not measured: 16 bytes x 70.554e9 parameters / 64 = 17.6 GB per GPU for weights,
+           gradients and Adam moments in float32; block inputs of one row of 8192 tokens add 10.7 GB.
+Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
+           exists so far: ids stay below 258, while vocab_size stays the model's own.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.update(
+        vocab_size=128_256,
+        num_layers=80,
+        embed_dim=8_192,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=28_672,
+        rope_theta=500_000.0,
+        rope_scaling="llama3",
+        rope_scaling_factor=8.0,
+        rope_original_len_tokens=8192,
+        max_len_tokens=131_072,
+    )
+    config.mesh.update(
+        data=-1,
+        fsdp=64,
+    )
+    config.memory.remat = "full"
+    config.optimizer.update(
+        learning_rate=1.5e-4,
+        warmup_steps=2000,
+    )
+    config.data.update(
+        paths=("data/",),
+        seq_len_tokens=8192,
+        global_batch_rows=512,  # 4.2M tokens a step
+    )
+    config.train.update(
+        num_steps=50_000,  # 210e9 tokens
+        accumulation_steps=8,
+    )
+    config.checkpoint.save_every_steps = 500
+    config.eval.every_steps = 500
+    return config

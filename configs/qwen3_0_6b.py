@@ -1,0 +1,49 @@
+"""Qwen3 0.6B (Qwen/Qwen3-0.6B), 596,049,920 parameters, data parallel.
+
+    python -m jaxtrain.main --config=configs/qwen3_0_6b.py --workdir=runs/qwen3_0_6b --config.data.paths=FOLDER
+
+Hardware   8 x H100 SXM, or any other number: data is what there is.
+Memory     planned, not measured: 16 bytes x 0.596e9 parameters = 9.5 GB per GPU for weights, gradients and
+           Adam moments in float32; activations of four rows of 4096 tokens come on top.
+Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
+           exists so far: ids stay below 258, while vocab_size stays the model's own.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.update(
+        vocab_size=151_936,
+        num_layers=28,
+        embed_dim=1_024,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,  # not embed_dim / num_heads
+        mlp_dim=3_072,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        max_len_tokens=40_960,
+        qk_norm=True,
+        tie_embeddings=True,
+    )
+    config.mesh.data = -1
+    config.optimizer.update(
+        learning_rate=4e-4,
+        warmup_steps=1000,
+    )
+    config.data.update(
+        paths=("data/",),
+        seq_len_tokens=4096,
+        global_batch_rows=256,  # 1.05M tokens a step
+    )
+    config.train.update(
+        num_steps=12_000,  # 12.6e9 tokens, 20 for each parameter
+        accumulation_steps=8,
+    )
+    config.checkpoint.save_every_steps = 1000
+    config.eval.every_steps = 1000
+    return config

@@ -1,0 +1,52 @@
+"""Qwen3 32B (Qwen/Qwen3-32B), 32,762,123,264 parameters, fully sharded over 32 GPUs.
+
+    python -m jaxtrain.main --config=configs/qwen3_32b.py --workdir=runs/qwen3_32b --config.data.paths=FOLDER
+
+Hardware   32 x H100 SXM, 4 nodes; with multiples of 32, data replicates them.
+Memory     planned, not measured: 16 bytes x 32.762e9 parameters / 32 = 16.4 GB per GPU for weights,
+           gradients and Adam moments in float32; block inputs of four rows of 4096 tokens add 10.7 GB.
+Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
+           exists so far: ids stay below 258, while vocab_size stays the model's own.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.update(
+        vocab_size=151_936,
+        num_layers=64,
+        embed_dim=5_120,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,  # not embed_dim / num_heads
+        mlp_dim=25_600,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        max_len_tokens=40_960,
+        qk_norm=True,
+    )
+    config.mesh.update(
+        data=-1,
+        fsdp=32,
+    )
+    config.memory.remat = "full"
+    config.optimizer.update(
+        learning_rate=2e-4,
+        warmup_steps=2000,
+    )
+    config.data.update(
+        paths=("data/",),
+        seq_len_tokens=4096,
+        global_batch_rows=512,  # 2.1M tokens a step
+    )
+    config.train.update(
+        num_steps=50_000,  # 105e9 tokens
+        accumulation_steps=4,
+    )
+    config.checkpoint.save_every_steps = 1000
+    config.eval.every_steps = 1000
+    return config

@@ -1,0 +1,52 @@
+"""Qwen3 8B (Qwen/Qwen3-8B), 8,190,735,360 parameters, fully sharded inside one node.
+
+    python -m jaxtrain.main --config=configs/qwen3_8b.py --workdir=runs/qwen3_8b --config.data.paths=FOLDER
+
+Hardware   8 x H100 SXM (or H200); with more nodes, data replicates the node.
+Memory     planned, not measured: 16 bytes x 8.191e9 parameters / 8 = 16.4 GB per GPU for weights, gradients
+           and Adam moments in float32; block inputs of four rows of 4096 tokens add 4.8 GB.
+Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
+           exists so far: ids stay below 258, while vocab_size stays the model's own.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.update(
+        vocab_size=151_936,
+        num_layers=36,
+        embed_dim=4_096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=12_288,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        max_len_tokens=40_960,
+        qk_norm=True,
+    )
+    config.mesh.update(
+        data=-1,
+        fsdp=8,
+    )
+    config.memory.remat = "full"
+    config.optimizer.update(
+        learning_rate=3e-4,
+        warmup_steps=1000,
+    )
+    config.data.update(
+        paths=("data/",),
+        seq_len_tokens=4096,
+        global_batch_rows=256,  # 1.05M tokens a step
+    )
+    config.train.update(
+        num_steps=20_000,  # 21e9 tokens
+        accumulation_steps=8,
+    )
+    config.checkpoint.save_every_steps = 1000
+    config.eval.every_steps = 1000
+    return config

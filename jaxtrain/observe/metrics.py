@@ -1,0 +1,187 @@
+"""The numbers of a run on disk: metrics.jsonl, TensorBoard events and summary.json in the working directory.
+
+Rows of metrics.jsonl are flat JSON objects with "step" first. A step's number is its index, counted from 0, which is also the
+state's step before it: restored at step k, the run computes step k next. Names that `observe.plot` and `observe.progress` know:
+loss, eval_loss (nats per token), learning_rate, grad_norm, tokens_per_s, mfu, skipped.
+
+Only process 0 writes; it creates the writer with `enabled=True`, the others' does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import pathlib
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl and, on request, scalars to WORKDIR/tensorboard; each row is on disk when `write` returns.
+
+    Rows of step `resume_step` and later, from before an interruption, are dropped first: the run computes them again.
+    TensorBoard hides its own by the same rule.
+
+    Raises:
+      UserError: the folder cannot be written to (now or later, as when the disk is full), with the path.
+    """
+
+    def __init__(self, workdir: str | pathlib.Path, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True):
+        self._file = self._events = None
+        self._path = pathlib.Path(workdir) / "metrics.jsonl"
+        if not enabled:
+            return
+        with _user_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_rows(self._path, resume_step)
+            self._file = self._path.open("a", encoding="utf-8")
+        if tensorboard:
+            self._events = _Events(self._path.parent / "tensorboard", resume_step)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the row of a step. Values are numbers (of any kind with `float()`), strings, bools or None.
+
+        NaN and infinities, which JSON does not have, become null.
+        """
+        if self._file is None:
+            return
+        row = {"step": int(step), **{name: plain(value) for name, value in values.items()}}
+        with _user_errors(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._events:
+            self._events.write(row["step"], values)
+
+    def close(self) -> None:
+        for resource in (self._file, self._events):
+            if resource is not None:
+                with contextlib.suppress(OSError):  # a failed flush was reported when it was first tried
+                    resource.close()
+        self._file = self._events = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def write_summary(workdir: str | pathlib.Path, values: Mapping[str, Any]) -> pathlib.Path:
+    """Writes summary.json at once or not at all, and returns its path. Nested mappings and lists are fine. Raises UserError."""
+    path = pathlib.Path(workdir) / "summary.json"
+    with _user_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, json.dumps(plain(values), indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def read_rows(workdir: str | pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in order, [] if there is no file. Torn lines are left out. Raises UserError."""
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    with _user_errors(path, "read"):
+        if not path.exists():
+            return []
+        return [row for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if (row := _parse(line))]
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types: arrays of one element and numpy numbers become int or float, non-finite ones None."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(float(value)) else None
+
+
+class _Events:
+    """TensorBoard scalars in an event file: records of a length, the event, and checksums of both.
+
+    Not tensorboardX's SummaryWriter: it hands events to a thread that dies of a full disk, and training then blocks for ever.
+    """
+
+    def __init__(self, folder: pathlib.Path, resume_step: int):
+        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.record_writer import masked_crc32c
+
+        self._event, self._scalar, self._checksum = event_pb2.Event, summary_pb2.Summary.Value, masked_crc32c
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        with _user_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("xb")
+        self._record(file_version="brain.Event:2")
+        # TensorBoard discards what earlier files hold at this step and later.
+        self._record(step=resume_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        scalars = {name: value for name, value in values.items() if value is not None and not isinstance(value, str)}
+        self._record(step=step, summary={"value": [self._scalar(tag=n, simple_value=float(v)) for n, v in scalars.items()]})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _record(self, **fields: Any) -> None:
+        data = self._event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
+        with _user_errors(self._path):
+            self._file.write(b"".join((length, next(checksums), data, next(checksums))))
+            self._file.flush()
+
+
+def _drop_rows(path: pathlib.Path, from_step: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = [(_parse(line), line) for line in lines if line.strip()]
+    if broken := sum(row is None for row, _ in rows):
+        logger.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
+    kept = [line for row, line in rows if row is not None and row["step"] < from_step]
+    if len(kept) != len(lines) or broken:
+        _replace(path, "".join(line + "\n" for line in kept))
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def _user_errors(path: pathlib.Path, what: str = "write"):
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot {what} {path}: {reason}. Free space or choose another --workdir.") from error
