@@ -1,0 +1,177 @@
+"""The shape of the code: imports run downward only, one home for partition specs, docstrings, short files, a light start."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+# Module or package under jaxtrain: its layer. A module may import from its own layer or from lower ones.
+LAYERS = {
+    0: "config validate errors hardware precision heads",
+    1: "runtime mesh sharding flops",
+    2: "model memory",
+    3: "pipeline optimizer data",
+    4: "train checkpoint checkpoint_files hf",
+    5: "observe evaluate plan parity",
+    6: "main loop generate",
+}
+LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
+MAY_NAME_PARTITION_SPEC = {"jaxtrain.sharding", "jaxtrain.mesh"}
+MAX_LINES = 500
+
+
+def sources() -> dict[str, str]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def imports(modules: dict[str, str]) -> dict[str, set[str]]:
+    """For each module the modules of the package that it imports, anywhere in it, under whatever spelling."""
+    return {name: set(_imported(name, source, modules)) for name, source in modules.items()}
+
+
+def _imported(name: str, source: str, modules: dict[str, str]):
+    package = name if _is_package(name, modules) else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        targets = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *([base] if base else [])])
+            targets = [f"{base}.{alias.name}" for alias in node.names]
+        for target in targets:
+            while target and target not in modules:  # a name inside a module: cut down to the module
+                target = target.rpartition(".")[0]
+            if target and target != name:
+                yield target
+
+
+def _is_package(name: str, modules: dict[str, str]) -> bool:
+    return any(other.startswith(name + ".") for other in modules)
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Edges from a module to one of a higher layer."""
+    return [
+        f"{name} (layer {_layer(name)}) imports {target} (layer {_layer(target)})"
+        for name, targets in graph.items()
+        for target in sorted(targets)
+        if _layer(target) > _layer(name)
+    ]
+
+
+def _layer(name: str) -> int:
+    parts = name.split(".")
+    return LAYER_OF[parts[1]] if len(parts) > 1 else 0
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import cycle in order, the first repeated at the end; [] if there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(graph[name]):
+            if found := visit(target, [*trail, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in graph if (found := visit(name, []))), [])
+
+
+def partition_specs(modules: dict[str, str]) -> list[str]:
+    """Modules that name PartitionSpec (or P as jax exports it) though it is not theirs to know."""
+    return [
+        f"{name}:{node.lineno}"
+        for name, source in modules.items()
+        if name not in MAY_NAME_PARTITION_SPEC
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Attribute) and node.attr == "PartitionSpec")
+        or (isinstance(node, ast.Attribute) and node.attr == "P" and ast.unparse(node.value) in ("jax", "jax.sharding"))
+        or (isinstance(node, ast.ImportFrom) and {"PartitionSpec", "P"} & {alias.name for alias in node.names})
+    ]
+
+
+def undocumented(modules: dict[str, str]) -> list[str]:
+    """Modules, public functions and public classes without a docstring."""
+    missing = []
+    for name, source in modules.items():
+        tree = ast.parse(source)
+        named = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
+        missing += [f"{name}.{node.name}" for node in named if not ast.get_docstring(node)]
+        if source.strip() and not ast.get_docstring(tree):
+            missing.append(name)
+    return missing
+
+
+def test_every_module_has_a_layer():
+    unknown = {name for name in sources() if name != "jaxtrain" and name.split(".")[1] not in LAYER_OF}
+    assert not unknown, "give them a layer in LAYERS"
+
+
+def test_imports_run_downward():
+    assert upward(imports(sources())) == []
+
+
+def test_no_import_cycles():
+    assert cycle(imports(sources())) == []
+
+
+def test_partition_specs_have_one_home():
+    assert partition_specs(sources()) == []
+
+
+def test_public_names_have_docstrings():
+    assert undocumented(sources()) == []
+
+
+def test_files_are_short():
+    long = {name: source.count("\n") for name, source in sources().items() if source.count("\n") > MAX_LINES}
+    assert not long, f"over {MAX_LINES} lines: split them"
+
+
+@pytest.mark.parametrize("module", ["config", "errors", "validate"])
+def test_refusing_a_config_does_not_load_jax(module):
+    code = f"import sys, jaxtrain.{module}; print([name for name in {HEAVY} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+HEAVY = ["jax", "jaxlib", "flax", "optax", "orbax", "grain", "matplotlib", "tensorboardX"]
+
+
+# The checks themselves, on a package with every fault.
+FAULTY = {
+    "jaxtrain": "",
+    "jaxtrain.config": '"""Doc."""\ndef f():\n    from jaxtrain import mesh\n',
+    "jaxtrain.mesh": '"""Doc."""\nfrom jaxtrain.train import step\n',
+    "jaxtrain.train": "",
+    "jaxtrain.train.step": "import jaxtrain.train.state\nclass State:\n    pass\ndef _private(): pass\n",
+    "jaxtrain.train.state": '"""Doc."""\nfrom . import step\nfrom jax.sharding import PartitionSpec as P\nx = jax.P\n',
+}
+
+
+def test_faults_are_found():
+    graph = imports(FAULTY)
+    assert upward(graph) == [
+        "jaxtrain.config (layer 0) imports jaxtrain.mesh (layer 1)",
+        "jaxtrain.mesh (layer 1) imports jaxtrain.train.step (layer 4)",
+    ]
+    assert cycle(graph) == ["jaxtrain.train.step", "jaxtrain.train.state", "jaxtrain.train.step"]
+    assert partition_specs(FAULTY) == ["jaxtrain.train.state:3", "jaxtrain.train.state:4"]
+    assert undocumented(FAULTY) == ["jaxtrain.config.f", "jaxtrain.train.step.State", "jaxtrain.train.step"]
