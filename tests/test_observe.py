@@ -188,23 +188,24 @@ def test_lines_without_a_terminal(logs, monkeypatch):
         for step in range(101, 121):
             clock[0] += 30.0 if step == 101 else 0.4  # compilation does not enter the ETA
             shown.update(step, ROW)
-    first, second = text().splitlines()
+    start, first, second = text().splitlines()  # the first step at once: compilation is over
+    assert " step 101/300 · loss 2.3456 " in start and start.endswith("eta n/a")
     middle = "/300 · loss 2.3456 · 45.1k tok/s · MFU n/a · lr 2.9e-04 · grad norm 0.85 · eta "
     assert f" step 110{middle}" in first
     assert second.endswith(f" step 120{middle}0:01:12")
     assert re.match(r"\d\d:\d\d:\d\d step 120/300", second)
 
 
-def test_lines_say_mfu_skips_and_the_last_step_and_cope_with_little(logs):
+def test_lines_say_mfu_skips_and_first_and_last_step_and_cope_with_little(logs):
     text = logs()
     with progress.Progress(5, log_every_steps=2) as shown:
         for step in range(1, 6):
             shown.update(step, dict(ROW, mfu=0.41234, skipped=np.int32(2)) if step != 4 else {"loss": float("nan")})
         shown.update(5)  # without metrics: nothing to say
     said = [line.split(" ", 1)[1] for line in text().splitlines()]
-    assert [line.split(" ·")[0] for line in said] == ["step 2/5", "step 4/5", "step 5/5"]
+    assert [line.split(" ·")[0] for line in said] == ["step 1/5", "step 2/5", "step 4/5", "step 5/5"]
     assert "MFU 41.2%" in said[0] and "skipped 2" in said[0]
-    assert "loss nan" in said[1] and "MFU" not in said[1]
+    assert "loss nan" in said[2] and "MFU" not in said[2]
     with progress.Progress(5, log_every_steps=1, enabled=False) as shown:
         shown.update(1, ROW)
     assert text() == ""

@@ -84,7 +84,7 @@ class Progress:
     Args:
       num_steps: of the whole run.
       start_step: steps already done, when resuming.
-      log_every_steps: a line for each multiple of it, and for the last step.
+      log_every_steps: a line for each multiple of it, and for the first and last step.
       bar: `observe.progress_bar`; without a terminal there are lines all the same.
       enabled: False on processes other than 0: shows nothing.
     """
@@ -121,7 +121,7 @@ class Progress:
             return
         now = time.monotonic()
         self._first = self._first or (steps_done, now)
-        due = steps_done % self._log_every_steps == 0 or steps_done == self._num_steps
+        due = steps_done % self._log_every_steps == 0 or steps_done in (self._first[0], self._num_steps)
         if self._rich:
             self._rich.update(self._task, completed=steps_done)
             if metrics is not None:
