@@ -26,7 +26,6 @@ def get_config(arg=None):
     config.precision.compute_dtype = "float32"  # CPUs emulate bfloat16
     config.data.update(
         paths=("python_stdlib",),
-        pattern="b*.py",
         seq_len_tokens=512,
         global_batch_rows=8,
     )

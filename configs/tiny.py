@@ -31,7 +31,6 @@ def get_config(arg=None):
     )
     config.data.update(
         paths=("python_stdlib",),
-        pattern="b*.py",  # a few of its files: quick to read
         seq_len_tokens=64,
         global_batch_rows=8,
     )
