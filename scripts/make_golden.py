@@ -29,7 +29,7 @@ ROWS, LENGTH = 2, 24
 # Our `model` section per file, keys that differ from its defaults. Sizes are all different, so that a swapped dimension
 # fails, and the norms' epsilon is large enough to show.
 COMMON = {
-    "vocab_size": 50,
+    "vocab_size": 259,  # at least the 258 ids of the byte tokenizer, and not a multiple of the padding
     "vocab_pad_multiple": 16,
     "embed_dim": 24,
     "num_heads": 4,
@@ -38,7 +38,7 @@ COMMON = {
     "mlp_dim": 40,
     "norm_eps": 1e-2,
     "rope_theta": 100.0,
-    "max_len_tokens": 32,
+    "max_len_tokens": 64,
 }
 MODELS = {
     # Wavelengths of the four frequencies: 6.3 (kept), 19.9 (in between), 62.8 and 198.7 (divided).
@@ -50,7 +50,6 @@ MODELS = {
         "rope_low_freq_factor": 1.0,
         "rope_high_freq_factor": 4.0,
         "rope_original_len_tokens": 40,
-        "max_len_tokens": 64,
     },
     "llama_tied": COMMON
     | {"num_layers": 2, "tie_embeddings": True, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True},
@@ -273,7 +272,7 @@ def arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def make_model(name: str, model: dict) -> dict[str, np.ndarray]:
-    """Tokens [2, 24] int32, logits [2, 24, 50], loss, and weights/... and gradients/... by our names, float32."""
+    """Tokens [2, 24] int32, logits [2, 24, 259], loss, and weights/... and gradients/... by our names, float32."""
     reference = build(name, model)
     tokens = np.random.default_rng(7).integers(0, model["vocab_size"], (ROWS, LENGTH))
     output = reference(input_ids=torch.tensor(tokens), labels=torch.tensor(tokens))
