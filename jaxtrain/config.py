@@ -277,7 +277,8 @@ def check(config: ml_collections.ConfigDict) -> list[str]:
                 if isinstance(values[key], int) and not isinstance(values[key], bool) and setting.type is float:
                     values[key] = float(values[key])
                 if isinstance(values[key], list) and setting.type is tuple:
-                    values[key] = tuple(values[key])
+                    with values.ignore_type():  # else it would be made a list again
+                        values[key] = tuple(values[key])
                 if problem := _value_problem(setting, values[key]):
                     problems.append(f"{section}.{key}: {problem}")
     return problems

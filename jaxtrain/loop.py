@@ -47,18 +47,17 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     setup_logging(jax.process_index())
     require_valid(config, jax.device_count())
     _prepare(workdir)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # text is read while the step compiles
-        reading = pool.submit(load_corpus, config)
-        program = build_program(config, mesh.build(config))
-        _announce(config, program)
-        step_compiled, compile_s = _compile_step(program)
-        corpus = reading.result()
-    log.info("Data: %s", corpus.summary)
-    log.info("Step compiled in %.1f s", compile_s)
-
+    corpus = load_corpus(config)
+    program = build_program(config, mesh.build(config))
+    _announce(config, program, corpus)
     checkpoint = config.checkpoint
     with Checkpointer(workdir, checkpoint.save_every_steps, checkpoint.keep_last, checkpoint.keep_every_steps) as checkpointer:
-        state, start = _restore_or_init(checkpointer, program, config, corpus)
+        restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are made while the step compiles
+            compiling = pool.submit(_compile_step, program)
+            state, _, start = restored or (program.init(config.train.seed), None, 0)
+            step_compiled, compile_s = compiling.result()
+        log.info("Step compiled in %.1f s%s", compile_s, f"; continuing from the checkpoint of step {start}" if restored else "")
         resolved = _resolved(config, program)
         if jax.process_index() == 0:
             configs.save(resolved, workdir / "config.json")
@@ -225,12 +224,13 @@ def _prepare(workdir: pathlib.Path) -> None:
         raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror or error}); choose another folder") from error
 
 
-def _announce(config, program: Program) -> None:
+def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", runtime.devices_summary())
     log.info("Model: %s parameters, mesh %s, ZeRO stage %d", f"{count:,}", shown, config.sharding.zero_stage)
+    log.info("Data: %s", corpus.summary)
 
 
 def _compile_step(program: Program) -> tuple[Any, float]:
@@ -238,15 +238,6 @@ def _compile_step(program: Program) -> tuple[Any, float]:
     start = time.monotonic()
     compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
     return compiled, time.monotonic() - start
-
-
-def _restore_or_init(checkpointer: Checkpointer, program: Program, config, corpus: Corpus) -> tuple[TrainState, int]:
-    restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
-    if restored is None:
-        return program.init(config.train.seed), 0
-    state, _, step = restored
-    log.info("Continuing from the checkpoint of step %d", step)
-    return state, step
 
 
 def _facts(config, corpus: Corpus) -> dict[str, Any]:

@@ -278,6 +278,11 @@ def _version(package: str) -> str:
         return ""
 
 
+def run_once_options(platform: str) -> dict[str, object]:
+    """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
+    return {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+
+
 # compat: what differs between the supported versions of JAX (0.10.2 to 0.12) or Python. Nothing outside looks at a version.
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import optimizer as optimizers
-from jaxtrain import precision
+from jaxtrain import precision, runtime
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names
 from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
@@ -94,7 +94,8 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     require_valid(config, mesh.size)
     layout = make_layout(config, mesh)
     model = ml_collections.FrozenConfigDict(config.model)
-    backend = choose(config, mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
+    backend = choose(config, platform)
     dtype = precision.compute_dtype(config)
 
     def make(key):
@@ -152,7 +153,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         batch_shape=(count, rows // count, config.data.seq_len_tokens),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
-        init=jax.jit(init, out_shardings=state_shardings),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=runtime.run_once_options(platform)),
         train_step=jax.jit(train_step, out_shardings=(state_shardings, whole), donate_argnums=0),
         eval_step=jax.jit(lambda params, batch: loss(params, batch, None, plain), out_shardings=whole),
         loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
