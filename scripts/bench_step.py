@@ -1,0 +1,160 @@
+"""Measures the train step of a config on this machine; prints the figures and, with --json=FILE, writes them.
+
+    python scripts/bench_step.py --config=configs/bench_tiny.py [--config.a.b=VALUE ...] [--steps=20] [--json=FILE]
+
+The step is the one that training compiles. Every step is waited for before the next (synchronized); training does not, so
+it can only be faster. Tokens are random and the same in each step: no corpus is needed, and the loss must fall.
+Seconds to the first step count from the start of this process and include imports, compiling and initial weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.main import command, load_config
+
+IMPORTED = time.monotonic()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command; `arguments` without the program's name."""
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench_step.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps to time after the first (default 20)")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
+    config, args = load_config(arguments, parser)
+    if args.steps < 1:
+        parser.error(f"--steps={args.steps}: must be at least 1")
+    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
+        raise UserError(f"--json={args.json}: its folder does not exist or cannot be written")
+    figures = {"command": list(arguments)} | measure(config, args.steps)
+    import jax
+
+    if jax.process_index() == 0:
+        show(figures)
+        if args.json:
+            temporary = args.json.with_name(args.json.name + ".tmp")
+            temporary.write_text(json.dumps(figures, indent=2) + "\n")
+            temporary.replace(args.json)
+
+
+def measure(config, steps: int) -> dict[str, Any]:
+    """Runs 1 + `steps` steps of the config; returns figures by name, units as suffixes, ready for JSON."""
+    import jax
+
+    from jaxtrain import flops, hardware, mesh, runtime
+    from jaxtrain.loop import peak_memory_bytes
+    from jaxtrain.optimizer import learning_rate
+    from jaxtrain.train.program import build_program
+
+    runtime.initialize(config)
+    program = build_program(config, mesh.build(config))
+    started = time.monotonic()
+    lowered = program.train_step.lower(*program.abstract_step_arguments())
+    traced_s = time.monotonic() - started
+    step = lowered.compile()
+    compile_s = time.monotonic() - started
+    state = program.init(config.train.seed)
+    batch = program.put_batch(random_batch(config, program.train_rows()))
+
+    times, cpu_times, losses, to_first_step_s = [], [], [], 0.0
+    load = os.getloadavg()[0]
+    for index in range(1 + steps):
+        rate = np.float32(learning_rate(config, min(index, config.train.num_steps - 1)))
+        started, cpu_started = time.monotonic(), time.process_time()
+        state, metrics = jax.block_until_ready(step(state, batch, rate))
+        times.append(time.monotonic() - started)
+        cpu_times.append(time.process_time() - cpu_started)
+        to_first_step_s = to_first_step_s or seconds_since_start()
+        losses.append(float(metrics["loss"]))
+    tokens = config.data.global_batch_rows * config.data.seq_len_tokens
+    median_s = float(np.median(times[1:]))
+    per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+    peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
+    memory_bytes, memory_of = peak_memory_bytes()
+    return {
+        "to_first_step_s": to_first_step_s,
+        "trace_s": traced_s,
+        "compile_s": compile_s,  # tracing included
+        "first_step_s": times[0],
+        "steps": steps,
+        "step_median_s": median_s,
+        "step_min_s": min(times[1:]),
+        "step_p10_s": float(np.percentile(times[1:], 10)),
+        "step_p90_s": float(np.percentile(times[1:], 90)),
+        "step_max_s": max(times[1:]),
+        "step_cpu_median_s": float(np.median(cpu_times[1:])),  # of all threads of this process: steadier on a shared machine
+        "load_average": load,  # of the machine over the last minute before the first step, this process included
+        "tokens_per_step": tokens,
+        "tokens_per_s": tokens / median_s,
+        "model_flops_per_s": per_token * tokens / median_s,
+        "mfu": flops.mfu(tokens / median_s, per_token, jax.device_count(), peak_flops),
+        "peak_memory_bytes": memory_bytes,
+        "peak_memory_of": memory_of,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "compute_dtype": config.precision.compute_dtype,
+        "mesh": dict(program.layout.mesh.shape),
+        "devices": runtime.devices_summary(),
+        "versions": runtime.versions(),
+    }
+
+
+def random_batch(config, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The given rows [M, b] of one global batch of random tokens, one document a row: int32 arrays [M, b, T]."""
+    length = config.data.seq_len_tokens
+    random = np.random.default_rng(0)
+    tokens = random.integers(config.model.vocab_size, size=(config.data.global_batch_rows, length), dtype=np.int32)[rows]
+    targets = np.full_like(tokens, -1)
+    targets[..., :-1] = tokens[..., 1:]
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+
+
+def seconds_since_start() -> float:
+    """Seconds since the system started this process; where /proc does not tell, since this script began."""
+    try:
+        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.monotonic() - IMPORTED
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the figures for people."""
+    f, mfu = figures, figures["mfu"]
+    spread = ", ".join(f"{name} {f[f'step_{name}_s']:.4f}" for name in ("min", "p10", "p90", "max"))
+    lines = [
+        ("devices", f["devices"]),
+        ("versions", ", ".join(f"{name} {version}" for name, version in f["versions"].items())),
+        ("mesh", ", ".join(f"{axis}={size}" for axis, size in f["mesh"].items() if size > 1) or "one device"),
+        ("compute", f["compute_dtype"]),
+        ("to first step", f"{f['to_first_step_s']:.2f} s from the start of the process"),
+        ("compile", f"{f['compile_s']:.2f} s, of it tracing {f['trace_s']:.2f} s"),
+        ("step", f"{f['step_median_s']:.4f} s median of {f['steps']}, synchronized"),
+        ("spread", f"{spread} s"),
+        ("processor", f"{f['step_cpu_median_s']:.4f} s a step, all threads; load average before {f['load_average']:.1f}"),
+        ("tokens/s", f"{f['tokens_per_s']:,.0f} ({f['tokens_per_step']:,} a step)"),
+        ("model FLOP/s", f"{f['model_flops_per_s'] / 1e9:,.1f} G, MFU {'n/a' if mfu is None else f'{mfu:.1%}'}"),
+        ("peak memory", f"{f['peak_memory_bytes'] / 2**20:,.0f} MiB ({f['peak_memory_of']})"),
+        ("loss", f"{f['loss_first']:.4f} first, {f['loss_last']:.4f} last"),
+    ]
+    print("\n".join(f"{name:<14} {value}" for name, value in lines), flush=True)
+
+
+if __name__ == "__main__":
+    command(main, sys.argv[1:])
