@@ -7,6 +7,8 @@ problem names the settings, both numbers and the nearest values that would do.
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 
 import ml_collections
 
@@ -35,20 +37,28 @@ def mesh_sizes(config: ml_collections.ConfigDict, num_devices: int) -> dict[str,
     if free and num_devices % known == 0:
         sizes[free[0]] = num_devices // known
     elif free:
-        raise ConfigError(
-            [f"mesh: {shown} needs a multiple of {known} devices, there are {num_devices}: {_nearest_text(num_devices, known)}"]
-        )
+        fitting = f"{_nearest_text(num_devices, known)} devices{_fitting_axes(sizes, num_devices, known, at_most=True)}"
+        raise ConfigError([f"mesh: {shown} needs a multiple of {known} devices, there are {num_devices}; nearest: {fitting}"])
     elif known != num_devices:
-        raise ConfigError(
-            [f"mesh: {shown} multiplies to {known}, there are {num_devices} devices: change an axis, or set one to -1"]
-        )
+        fitting = f"{known} device{'s' if known > 1 else ''}{_fitting_axes(sizes, num_devices, known)}, or set one axis to -1"
+        raise ConfigError([f"mesh: {shown} multiplies to {known}, there are {num_devices} devices; nearest: {fitting}"])
     return sizes
 
 
+def known_devices(config: ml_collections.ConfigDict, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Devices of all processes where settings alone tell: fake ones. None: only the machine knows."""
+    processes = config.runtime.num_processes or environment.get("JAX_NUM_PROCESSES") or 1
+    return config.runtime.fake_devices * int(processes) or None if str(processes).isdecimal() else None
+
+
 def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) -> list[str]:
-    """Problems of settings taken together. `num_devices` (all processes) fills an axis of -1; None skips what needs it."""
-    model, found = config.model, []
-    sizes = {axis: config.mesh[axis] for axis in AXES}
+    """Problems of settings taken together.
+
+    Args:
+      config: each setting must be fine by itself (`config.check`).
+      num_devices: of all processes. None: those of `known_devices`, and without them nothing is said that needs a number.
+    """
+    sizes, found = {axis: config.mesh[axis] for axis in AXES}, []
     for axis, size in sizes.items():
         if size == 0:
             found.append(f"mesh.{axis}: must be at least 1 (or -1 for one axis), got 0")
@@ -57,15 +67,15 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         found.append(f"mesh: only one axis may be -1, got {' and '.join(free)}")
-    if found:
-        return found  # what follows divides by these sizes
-    if num_devices is not None:
+    num_devices = num_devices or known_devices(config)
+    if num_devices and not found:
         try:
             sizes = mesh_sizes(config, num_devices)
         except ConfigError as error:
             found += error.problems
     sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
-    return found + _model_problems(model) + _layout_problems(config, sizes) + _data_problems(config, sizes) + _run_problems(config)
+    found += _model_problems(config.model) + _layout_problems(config, sizes)
+    return found + _data_problems(config, sizes) + _run_problems(config)
 
 
 def _model_problems(model: ml_collections.ConfigDict) -> list[str]:
@@ -142,9 +152,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
     if optimizer.schedule != "wsd" and optimizer.decay_steps:
         found.append(f"optimizer.decay_steps: only schedule wsd uses it, schedule is {optimizer.schedule}; set 0")
     if optimizer.warmup_steps + decay > steps:
-        found.append(
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} (+ decay_steps {decay}) exceed train.num_steps={steps}"
-        )
+        also = f" and optimizer.decay_steps={decay}" if decay else ""
+        found.append(f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}")
     if config.runtime.attention == "cudnn" and (reason := cudnn_refusal(config)):
         found.append(f"runtime.attention: cudnn cannot honour {reason}; use auto or reference")
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
@@ -153,9 +162,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append("checkpoint.keep_every_steps: nothing is saved with checkpoint.save_every_steps=0")
     every, keep = config.checkpoint.save_every_steps, config.checkpoint.keep_every_steps
     if every and keep % every:
-        found.append(
-            f"checkpoint.keep_every_steps: {keep} is not a multiple of save_every_steps={every}; nearest: {_nearest_text(keep, every)}"
-        )
+        nearest = _nearest_text(keep, every)
+        found.append(f"checkpoint.keep_every_steps: {keep} is not a multiple of save_every_steps={every}; nearest: {nearest}")
     return found
 
 
@@ -173,6 +181,20 @@ def cudnn_refusal(config: ml_collections.ConfigDict) -> str | None:
     if config.mesh.sequence != 1:
         return f"mesh.sequence={config.mesh.sequence}"
     return None
+
+
+def _fitting_axes(sizes: dict[str, int], num_devices: int, known: int, at_most: bool = False) -> str:
+    """Other sizes of one axis, the rest as they are, that multiply to the devices there are: ", or mesh.fsdp 4".
+
+    at_most: that divide them, for a mesh with an axis of -1.
+    """
+    found = []
+    for axis, size in sizes.items():
+        rest = known // abs(size)
+        if axis not in NOT_YET and (size > 1 or axis == "data" and known == 1) and num_devices % rest == 0:
+            fitting = _divisors_text(num_devices // rest, size) if at_most else num_devices // rest
+            found.append(f", or mesh.{axis} {fitting}")
+    return "".join(found)
 
 
 def _indivisible(name: str, value: int, by_name: str, by: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Module or package under jaxtrain: its layer. A module may import from its own layer or from lower ones.
 LAYERS = {
-    0: "config validate errors hardware precision heads",
+    0: "config nearest validate errors hardware precision heads",
     1: "runtime mesh sharding flops",
     2: "model memory",
     3: "pipeline optimizer data",
