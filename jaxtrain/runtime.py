@@ -190,11 +190,12 @@ def _connect(processes: Processes, timeout_s: int) -> None:
 
 
 def _start_devices(settings) -> None:
+    logging.getLogger("jax._src.xla_bridge").addFilter(_plugin_errors)
     try:
         backend = jax.default_backend()
         jax.devices()
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = _plugin_errors.reason or (str(error).strip() or type(error).__name__).splitlines()[0]
         if settings.platform == "gpu":
             raise UserError(
                 "runtime.platform=gpu: JAX found no usable GPU. Does nvidia-smi list one, is its CUDA version at least that "
@@ -207,6 +208,21 @@ def _start_devices(settings) -> None:
         )
 
 
+class _PluginErrors(logging.Filter):
+    """Keeps JAX from printing a stack trace for a plugin that does not start (always so without a GPU); keeps the reason."""
+
+    reason = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("Jax plugin configuration error") or not record.exc_info:
+            return True
+        self.reason = str(record.exc_info[1])
+        return False
+
+
+_plugin_errors = _PluginErrors()
+
+
 @functools.cache
 def _warn_of_idle_gpus() -> None:
     """Once per process: a GPU that JAX cannot use is nearly always an installation without the CUDA extra."""
@@ -214,7 +230,7 @@ def _warn_of_idle_gpus() -> None:
     if asked == "cpu" or jax.default_backend() != "cpu" or not (gpus := nvidia_gpus()):
         return
     cure = (
-        f"{cuda_plugin()} is installed but did not start: does the driver fit its CUDA version?"
+        f"{cuda_plugin()} did not start ({_plugin_errors.reason or 'no reason given'}): does the driver fit its CUDA version?"
         if cuda_plugin()
         else "JAX is installed without CUDA: pip install -e '.[cuda12]' or '.[cuda13]'"
     )

@@ -138,21 +138,25 @@ def test_gpu_wishes_that_cannot_be_met(monkeypatch):
     refuse(UserError, "already runs on cpu in this process", platform="gpu")
 
 
-def test_gpu_that_does_not_start_is_one_message():
-    result = python(
-        """
+def test_gpu_that_does_not_start_is_one_message(tmp_path):
+    plugin = tmp_path / "jax_plugins" / "broken" / "__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("def initialize():\n    raise RuntimeError('the driver is too old')\n")
+    code = """
         runtime.cuda_plugin = lambda: "jax-cuda12-plugin 1"
-        config.runtime.platform = "gpu"
-        import jax
-        jax.default_backend = lambda: 1 / 0
+        config.runtime.platform = PLATFORM
         try:
             runtime.initialize(config)
         except UserError as error:
             print(error)
         """
-    )
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    result = python(code.replace("PLATFORM", "'gpu'"), PYTHONPATH=path)
     assert "runtime.platform=gpu: JAX found no usable GPU" in result.stdout, result.stderr
-    assert "plugin jax-cuda12-plugin 1" in result.stdout
+    assert "plugin jax-cuda12-plugin 1" in result.stdout and "(the driver is too old)" in result.stdout
+    assert "Traceback" not in result.stderr
+    result = python(code.replace("PLATFORM", "'auto'"), PYTHONPATH=path)  # without a GPU that is how it should be
+    assert (result.returncode, result.stdout) == (0, "") and "Traceback" not in result.stderr
 
 
 def test_warns_once_of_a_gpu_that_jax_cannot_use(tmp_path):

@@ -16,7 +16,7 @@ LAYERS = {
     1: "runtime mesh sharding flops",
     2: "model memory",
     3: "pipeline optimizer data",
-    4: "train checkpoint checkpoint_files hf",
+    4: "train checkpoint checkpoint_files checkpoint_arrays hf",
     5: "observe evaluate plan parity",
     6: "main loop generate",
 }
