@@ -196,8 +196,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "fake_devices": Setting(0, "CPU devices per process to pretend, on a machine without accelerators; 0: one.", low=0),
         "attention": Setting(
             "auto",
-            "cudnn (GPU, bfloat16), reference (any), or auto: cudnn where it can honour every setting.",
-            choices=("auto", "reference", "cudnn"),
+            "cudnn (GPU, bfloat16), blockwise (any, holds no T x T scores), reference (holds them), or auto: the first of "
+            "these that can honour every setting.",
+            choices=("auto", "cudnn", "blockwise", "reference"),
         ),
         "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS."),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
@@ -277,8 +278,8 @@ def save(config: ml_collections.ConfigDict, path: pathlib.Path) -> None:
 def read(path: pathlib.Path) -> ml_collections.ConfigDict:
     """A config written by `save`. Raises ConfigError if it is damaged or does not fit this version's tree."""
     try:
-        config = ml_collections.ConfigDict(json.loads(path.read_text()), type_safe=False)
-    except (ValueError, TypeError) as error:
+        config = ml_collections.ConfigDict(dict(json.loads(path.read_text())), type_safe=False)
+    except (ValueError, TypeError) as error:  # no JSON, or JSON that is no object
         raise ConfigError([f"{path}: is not a config written by this program: {error}"]) from error
     if problems := check(config):
         raise ConfigError([f"{path}: {problem}" for problem in problems])
