@@ -1,0 +1,180 @@
+"""A checkpoint as files: which steps there are, whether each is whole, and where a damaged one goes.
+
+    WORKDIR/checkpoints/STEP/params/       parameters            } array data, written by Orbax: process p writes
+    WORKDIR/checkpoints/STEP/training/     the rest of the state }   ocdbt.process_p/ and sums it in checksums.process_p.json
+    WORKDIR/checkpoints/STEP/facts.json    what it is of: step, leaves, and what the caller wants compared at restore
+    WORKDIR/checkpoints/STEP/checksums.json    size and CRC-32 of every other file; written last
+    WORKDIR/checkpoints/STEP.orbax-checkpoint-tmp/    a save that has not finished: renamed to STEP when it has
+    WORKDIR/checkpoints/damaged/STEP-N/    moved aside: no longer counted, kept for whoever wants to look
+
+Checksums are ours because the array store has none on the data itself: bytes changed inside a data file come back as
+other numbers without a word. Sums are made and checked by all processes, each its share. No jax and no Orbax here:
+reading and writing arrays is `jaxtrain.checkpoint_arrays`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import time
+import zlib
+from collections.abc import Iterable
+from concurrent import futures
+
+DAMAGED = "damaged"
+ITEMS = ("params", "training")
+FACTS = "facts.json"
+CHECKSUMS = "checksums.json"
+_COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # Orbax changes both after our checksums are written
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_BLOCK_BYTES = 1 << 22
+_READERS = 8
+
+
+def steps(root: pathlib.Path) -> list[int]:
+    """Steps that have a folder, ascending, whole or not. Saves in progress are not among them."""
+    return sorted(int(path.name) for path in _entries(root) if path.name.isdecimal() and path.is_dir())
+
+
+def unfinished(root: pathlib.Path) -> list[pathlib.Path]:
+    """Folders of saves that are in progress or were interrupted."""
+    return sorted(path for path in _entries(root) if _UNFINISHED in path.name)
+
+
+def unfinished_folder(root: pathlib.Path, step: int) -> pathlib.Path:
+    """Where Orbax writes a step before it is complete."""
+    return root / f"{step}{_UNFINISHED}"
+
+
+def remove_unfinished(root: pathlib.Path, step: int) -> None:
+    """Deletes what a failed save has written. Writes may still be ending in the background, hence several attempts."""
+    for _ in range(20):
+        shutil.rmtree(unfinished_folder(root, step), ignore_errors=True)
+        if not unfinished_folder(root, step).exists():
+            return
+        time.sleep(0.1)
+
+
+def write_process_checksums(item: pathlib.Path, process: int) -> None:
+    """Sums the array data that one process wrote under an item folder (params or training)."""
+    _write_json(item / f"checksums.process_{process}.json", _sums(item, _process_files(item, process)))
+
+
+def write_step_files(folder: pathlib.Path, facts: dict) -> None:
+    """Process 0's last act before a step is committed: facts.json, then checksums of all that no process has summed."""
+    _write_json(folder / FACTS, facts)
+    rest = [
+        name for name in _files_under(folder) if "/ocdbt.process_" not in name and name not in (CHECKSUMS, *_COMMIT_MARKERS)
+    ]
+    _write_json(folder / CHECKSUMS, _sums(folder, rest))
+
+
+def damage(folder: pathlib.Path, items: Iterable[str] = ITEMS) -> str:
+    """Why a step is not whole, judged without reading array data: "" if each file is there in its full size."""
+    for name in _COMMIT_MARKERS:
+        if not (folder / name).is_file():
+            return f"{name} is missing: the save did not finish"
+    try:
+        rest = json.loads((folder / CHECKSUMS).read_text())
+        rest = {name: sum_ for name, sum_ in rest.items() if name.split("/")[0] not in ITEMS or name.split("/")[0] in items}
+        if reason := _first_difference(folder, rest):
+            return reason
+        for item in items:
+            if reason := _first_difference(folder / item, _data_sums(folder, item), contents=False):
+                return f"{item}/{reason}"
+    except FileNotFoundError as error:
+        return f"{pathlib.Path(error.filename).name} is missing"
+    except (ValueError, AttributeError, TypeError):
+        return f"{CHECKSUMS} is not readable as JSON"
+    return ""
+
+
+def data_damage(folder: pathlib.Path, items: Iterable[str] = ITEMS, share: int = 0, shares: int = 1) -> str:
+    """Why the array data of a step that `damage` found whole is not what was written; reads every `shares`-th file."""
+    for item in items:
+        sums = sorted(_data_sums(folder, item).items())[share::shares]
+        if reason := _first_difference(folder / item, dict(sums)):
+            return f"{item}/{reason}"
+    return ""
+
+
+def read_facts(folder: pathlib.Path) -> dict:
+    """The facts.json of a step."""
+    return json.loads((folder / FACTS).read_text())
+
+
+def move_aside(root: pathlib.Path, step: int) -> pathlib.Path:
+    """Renames a step's folder to damaged/STEP-N, N the first that is free, and returns the new path."""
+    (root / DAMAGED).mkdir(exist_ok=True)
+    number = 1
+    while (target := root / DAMAGED / f"{step}-{number}").exists():
+        number += 1
+    (root / str(step)).rename(target)
+    return target
+
+
+def _entries(root: pathlib.Path) -> list[pathlib.Path]:
+    return list(root.iterdir()) if root.is_dir() else []
+
+
+def _files_under(folder: pathlib.Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _process_files(item: pathlib.Path, process: int) -> list[str]:
+    return [name for name in _files_under(item) if name.startswith(f"ocdbt.process_{process}/")]
+
+
+def _data_sums(folder: pathlib.Path, item: str) -> dict:
+    """{file under the item folder: [bytes, CRC-32]} of the array data, all processes together."""
+    sums: dict = {}
+    for path in sorted((folder / item).glob("checksums.process_*.json")):
+        sums |= json.loads(path.read_text())
+    return sums
+
+
+def _sums(folder: pathlib.Path, names: list[str]) -> dict:
+    with futures.ThreadPoolExecutor(_READERS) as pool:  # crc32 and reading release the interpreter lock
+        sums = pool.map(lambda name: [(folder / name).stat().st_size, _crc32(folder / name)], names)
+        return dict(zip(names, sums, strict=True))
+
+
+def _first_difference(folder: pathlib.Path, sums: dict, contents: bool = True) -> str:
+    """The first file that is missing, of another size, or (with `contents`) of other bytes than its sum says."""
+
+    def difference(entry) -> str:
+        name, (size, crc32) = entry
+        path = folder / name
+        try:
+            if (found := path.stat().st_size) != size:
+                return f"{name} has {found:,} bytes, {size:,} were written"
+            if contents and _crc32(path) != crc32:
+                return f"{name} does not have the bytes that were written (checksum differs)"
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return f"{name} is missing"
+            if error.errno == errno.EIO:
+                return f"{name} cannot be read (input/output error)"
+            raise
+        return ""
+
+    with futures.ThreadPoolExecutor(_READERS) as pool:
+        return next(filter(None, pool.map(difference, sums.items())), "")
+
+
+def _crc32(path: pathlib.Path) -> int:
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _write_json(path: pathlib.Path, tree: dict) -> None:
+    with path.open("w") as file:
+        file.write(json.dumps(tree, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
