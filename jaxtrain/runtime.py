@@ -209,14 +209,14 @@ def _start_devices(settings) -> None:
 
 
 class _PluginErrors(logging.Filter):
-    """Keeps JAX from printing a stack trace for a plugin that does not start (always so without a GPU); keeps the reason."""
+    """Keeps JAX from printing a stack trace for a plugin that does not start (always so without a GPU); keeps the reasons."""
 
     reason = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.getMessage().startswith("Jax plugin configuration error") or not record.exc_info:
             return True
-        self.reason = str(record.exc_info[1])
+        self.reason = "; ".join(filter(None, [self.reason, str(record.exc_info[1])]))
         return False
 
 

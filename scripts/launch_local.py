@@ -4,8 +4,9 @@
 
 Each process finds the others through JAX_COORDINATOR_ADDRESS (a free loopback port), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 --devices-per-process=N appends `--config.runtime.fake_devices=N` to the command, so it needs a command that takes config
-overrides. Lines of processes other than 0 begin with [1], [2], ... As soon as one process fails all others are stopped
-(SIGTERM, after 3 s SIGKILL) and its exit code is this command's (128 + n for signal n). Ctrl-C and SIGTERM stop all.
+overrides. Lines of processes other than 0 begin with [1], [2], ...; gloo's lines about its connections are dropped. As soon
+as one process fails all others are stopped (SIGTERM, after 3 s SIGKILL) and its exit code is this command's (128 + n for
+signal n). Ctrl-C and SIGTERM stop all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Sequence
 
 GRACE_S = 3.0
+GLOO_CHATTER = b"[Gloo] Rank "  # several lines for each group of devices, straight to stdout: no setting silences them
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,8 +52,8 @@ def run(command: Sequence[str], count: int) -> int:
         for index in range(count):
             process = start(command, count, index, port)
             processes.append(process)
-            if index:
-                for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                if source:
                     readers.append(threading.Thread(target=copy_lines, args=(source, sink, index), daemon=True))
                     readers[-1].start()
         while not stopped_by:
@@ -74,7 +76,7 @@ def run(command: Sequence[str], count: int) -> int:
 
 
 def start(command: Sequence[str], count: int, index: int, port: int) -> subprocess.Popen:
-    """One process in its own process group, so that its workers can be stopped with it. Process 0 keeps this terminal."""
+    """One process in its own group, so that its workers can be stopped with it. Process 0's progress bar keeps this stderr."""
     address = f"127.0.0.1:{port}"
     variables = {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -83,12 +85,11 @@ def start(command: Sequence[str], count: int, index: int, port: int) -> subproce
         "JAX_PROCESS_ID": str(index),
         "PYTHONUNBUFFERED": "1",
     }
-    output = subprocess.PIPE if index else None
     return subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if index else None,
         env=os.environ | variables,
         start_new_session=True,
     )
@@ -115,10 +116,12 @@ def signal_group(process: subprocess.Popen, number: int) -> None:
 
 
 def copy_lines(source, sink, index: int) -> None:
-    """Copies the bytes lines of `source` to the text stream `sink`, each with [index] before it."""
+    """Copies lines from the byte stream `source` to the text stream `sink`; [index] before those of processes 1, 2, ..."""
+    prefix = f"[{index}] " if index else ""
     for line in source:
-        sink.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
-        sink.flush()
+        if not line.startswith(GLOO_CHATTER):
+            sink.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+            sink.flush()
 
 
 def report(index: int, code: int, count: int) -> int:

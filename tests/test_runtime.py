@@ -153,7 +153,7 @@ def test_gpu_that_does_not_start_is_one_message(tmp_path):
     path = f"{ROOT}{os.pathsep}{tmp_path}"
     result = python(code.replace("PLATFORM", "'gpu'"), PYTHONPATH=path)
     assert "runtime.platform=gpu: JAX found no usable GPU" in result.stdout, result.stderr
-    assert "plugin jax-cuda12-plugin 1" in result.stdout and "(the driver is too old)" in result.stdout
+    assert "plugin jax-cuda12-plugin 1" in result.stdout and "the driver is too old" in result.stdout
     assert "Traceback" not in result.stderr
     result = python(code.replace("PLATFORM", "'auto'"), PYTHONPATH=path)  # without a GPU that is how it should be
     assert (result.returncode, result.stdout) == (0, "") and "Traceback" not in result.stderr
@@ -235,10 +235,7 @@ def test_two_processes_agree_on_a_sum(tmp_path):
     script.write_text(PSUM)
     result = launch("-n", "2", "--devices-per-process=2", "--", sys.executable, str(script))
     assert result.returncode == 0, result.stderr
-    assert sorted(line for line in result.stdout.splitlines() if "sum " in line) == [
-        "[1] sum 22.0 devices 4 local 2",
-        "sum 22.0 devices 4 local 2",
-    ]
+    assert sorted(result.stdout.splitlines()) == ["[1] sum 22.0 devices 4 local 2", "sum 22.0 devices 4 local 2"]
 
 
 def test_launcher_stops_the_others_and_keeps_the_exit_code(tmp_path):
