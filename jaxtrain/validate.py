@@ -154,8 +154,9 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
     if optimizer.warmup_steps + decay > steps:
         also = f" and optimizer.decay_steps={decay}" if decay else ""
         found.append(f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}")
-    if config.runtime.attention == "cudnn" and (reason := cudnn_refusal(config)):
-        found.append(f"runtime.attention: cudnn cannot honour {reason}; use auto or reference")
+    for backend, refusal in (("cudnn", cudnn_refusal), ("blockwise", blockwise_refusal)):
+        if config.runtime.attention == backend and (reason := refusal(config)):
+            found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
     if config.checkpoint.keep_every_steps and not config.checkpoint.save_every_steps:
@@ -195,6 +196,13 @@ def _fitting_axes(sizes: dict[str, int], num_devices: int, known: int, at_most: 
             fitting = _divisors_text(num_devices // rest, size) if at_most else num_devices // rest
             found.append(f", or mesh.{axis} {fitting}")
     return "".join(found)
+
+
+def blockwise_refusal(config: ml_collections.ConfigDict) -> str | None:
+    """The setting that blockwise attention cannot honour, or None."""
+    if config.model.dropout_attention:
+        return f"model.dropout_attention={config.model.dropout_attention} (only reference draws its masks)"
+    return None
 
 
 def _indivisible(name: str, value: int, by_name: str, by: int) -> str:

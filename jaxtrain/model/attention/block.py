@@ -10,7 +10,7 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.heads import HeadLayout, head_layout
-from jaxtrain.model.attention import cudnn, reference
+from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import visible
 from jaxtrain.model.layers import Linear, Norm, add_bias, dropout_mask, project
 from jaxtrain.model.rope import rotate
@@ -76,8 +76,8 @@ class Attention(nnx.Module):
             cache = Cache(write(cache.keys, k), write(cache.values, v), write(cache.segments, segments))
             k, v, segments = cache.keys, cache.values, cache.segments
         k, v = self._spread(k), self._spread(v)
-        mask = visible(rows.index, jnp.arange(k.shape[1]), rows.segments, segments, window)
-        out = self._attend(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, mask, rows)
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        out = self._attend(grouped, k, v, rows, segments, window, "reference" if cache else self.backend)
         out = self.layout.constrain(out.reshape(q.shape), ("batch", "length", "heads", "head_dim"))
         kernel = _pad_queries(self.out.kernel[...], self.heads, axis=0)
         y = project("BTNH,NHD->BTD", out, kernel, self.layout, ("heads", "head_dim", "embed"))
@@ -103,10 +103,14 @@ class Attention(nnx.Module):
         k = jnp.repeat(k, self.heads.repeat, axis=2) if self.heads.repeat > 1 else k
         return self.layout.constrain(k, ("batch", "key_length", "heads", "head_dim"))
 
-    def _attend(self, q, k, v, mask, rows):
-        model = self.model
-        scale = model.attention_scale or model.head_dim**-0.5
-        if self.backend == "cudnn":
+    def _attend(self, q, k, v, rows, segments, window, backend):
+        model, scale = self.model, self.model.attention_scale or self.model.head_dim**-0.5
+        if backend == "blockwise":
+            key_segments = self.layout.constrain(segments, ("batch", "key_length"))
+            settings = blockwise.Settings(scale, model.attention_softcap)
+            return blockwise.attend(q, k, v, rows.segments, key_segments, window, self.layout, settings)
+        mask = visible(rows.index, jnp.arange(k.shape[1]), rows.segments, segments, window)
+        if backend == "cudnn":
             return cudnn.attend(q, k, v, mask, scale)
         factors = None
         if model.dropout_attention and rows.dropout is not None:

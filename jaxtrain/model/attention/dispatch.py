@@ -5,17 +5,22 @@ from __future__ import annotations
 import ml_collections
 
 from jaxtrain.config import ConfigError
-from jaxtrain.validate import cudnn_refusal
+from jaxtrain.validate import blockwise_refusal, cudnn_refusal
 
 
 def choose(config: ml_collections.ConfigDict, platform: str) -> str:
-    """"cudnn" or "reference" for `runtime.attention` on a platform ("cpu", "gpu" or "cuda").
+    """The backend for `runtime.attention` on a platform ("cpu", "gpu" or "cuda"): "cudnn", "blockwise" or "reference".
 
-    Raises ConfigError when cudnn is asked for where it cannot serve; "auto" takes it only where it honours everything.
+    "auto" takes the first of these that honours every setting. Raises ConfigError when the one asked for cannot.
     """
-    refusal = cudnn_refusal(config) or (None if platform in ("gpu", "cuda") else f"the {platform} platform")
-    if config.runtime.attention == "cudnn" and refusal:
-        raise ConfigError([f"runtime.attention: cudnn cannot honour {refusal}; use auto or reference"])
-    if config.runtime.attention == "reference" or refusal:
-        return "reference"
-    return "cudnn"
+    refusals = {
+        "cudnn": cudnn_refusal(config) or (None if platform in ("gpu", "cuda") else f"the {platform} platform"),
+        "blockwise": blockwise_refusal(config),
+        "reference": None,
+    }
+    wanted = config.runtime.attention
+    if wanted == "auto":
+        return next(name for name, refusal in refusals.items() if refusal is None)
+    if refusals[wanted]:
+        raise ConfigError([f"runtime.attention: {wanted} cannot honour {refusals[wanted]}; use auto or reference"])
+    return wanted

@@ -1,0 +1,209 @@
+"""Attention: every backend against float64 numpy; documents, window, soft cap, padding; head layouts; RoPE tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import config as configs
+from jaxtrain import mesh as meshes
+from jaxtrain.config import ConfigError, default_config
+from jaxtrain.heads import head_layout
+from jaxtrain.model import rope
+from jaxtrain.model.attention import blockwise, dispatch, reference
+from jaxtrain.model.attention.mask import visible
+from jaxtrain.sharding import make_layout
+
+B, T, K, G, H = 2, 24, 2, 3, 8
+
+
+def layout_of(**mesh):
+    config = default_config()
+    config.mesh.update({"data": 1} | mesh)
+    config.model.update(num_kv_heads=K, num_heads=K * G)
+    return make_layout(config, meshes.build(config, jax.devices()[: int(np.prod(list(mesh.values())))]))
+
+
+def inputs(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=s).astype(dtype) for s in ((B, T, K, G, H), (B, T, K, H), (B, T, K, H)))
+    segments = np.ones((B, T), np.int32)
+    segments[0, 5:], segments[0, 13:], segments[0, 20:] = 2, 3, 0  # three documents and padding
+    return q, k, v, segments
+
+
+def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5):
+    """float64 attention, written without sharing anything with the code under test."""
+    out = np.zeros(q.shape)
+    for b, t, h, g in np.ndindex(B, T, K, G):
+        seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t] != 0 and (not window or t - s < window)]
+        if not seen:
+            continue
+        scores = np.array([q[b, t, h, g].astype(np.float64) @ k[b, s, h] * scale for s in seen])
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        p = np.exp(scores - scores.max())
+        out[b, t, h, g] = (p / p.sum()) @ v[b, seen, h]
+    return out
+
+
+def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8):
+    layout = layout or layout_of()
+    if backend == "reference":
+        mask = visible(jnp.arange(T), jnp.arange(T), jnp.asarray(segments), jnp.asarray(segments), window)
+        return reference.attend(q, k, v, mask, H**-0.5, softcap)
+    settings = blockwise.Settings(H**-0.5, softcap, block)
+    segments = jnp.asarray(segments)
+    return blockwise.attend(q, k, v, segments, segments, jnp.int32(window), layout, settings)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("window,softcap", [(0, 0.0), (5, 0.0), (0, 2.0), (9, 3.0)])
+def test_equal_to_float64(backend, window, softcap):
+    q, k, v, segments = inputs()
+    got = jax.jit(lambda *a: run(backend, *a, segments, window, softcap))(q, k, v)
+    np.testing.assert_allclose(got, exact(q, k, v, segments, window, softcap), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "mesh,block",
+    [({}, 8), ({}, 7), ({}, 64), ({"sequence": 2}, 5), ({"sequence": 4}, 8), ({"data": 2, "sequence": 2, "tensor": 2}, 8)],
+)
+def test_blockwise_gradients_equal_reference(mesh, block):
+    q, k, v, segments = inputs(1)
+    weigh = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), jnp.float32)
+    layout = layout_of(**mesh)
+
+    def loss(backend):
+        return lambda q, k, v: jnp.sum(weigh * run(backend, q, k, v, segments, 9, 3.0, layout, block))
+
+    got = jax.jit(jax.value_and_grad(loss("blockwise"), (0, 1, 2)))(q, k, v)
+    wanted = jax.jit(jax.value_and_grad(loss("reference"), (0, 1, 2)))(q, k, v)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("mesh", [{}, {"sequence": 2}, {"tensor": 2}])
+def test_documents_do_not_see_each_other(backend, mesh):
+    """C06: change every token of document A, and document B's outputs and gradients know nothing of it."""
+    q, k, v, segments = inputs(3)
+    other = segments == 1
+    changed = [np.where(other.reshape(B, T, *[1] * (x.ndim - 2)), x + 3.0, x) for x in (q, k, v)]
+    function = jax.jit(lambda *a: run(backend, *a, segments, layout=layout_of(**mesh)))
+    before, after = function(q, k, v), function(*changed)
+    np.testing.assert_array_equal(before[0, 5:], after[0, 5:])
+    assert np.abs(before[0, :5] - after[0, :5]).max() > 0.1
+    grads = jax.jit(jax.grad(lambda k, v: jnp.sum(function(q, k, v)[0, 5:13] ** 2), (0, 1)))(k, v)
+    for g in grads:
+        assert np.all(g[0, :5] == 0) and np.all(g[0, 13:] == 0) and np.abs(g[0, 5:13]).max() > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_rows_that_see_nothing_give_zero_and_finite_gradients(backend):
+    q, k, v, segments = inputs(4)
+    segments[:] = 0
+    value, grads = jax.jit(jax.value_and_grad(lambda *a: jnp.sum(run(backend, *a, segments) ** 2), (0, 1, 2)))(q, k, v)
+    assert value == 0 and all(np.all(g == 0) for g in grads)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_large_scores_do_not_overflow(backend):
+    q, k, v, segments = inputs(5)
+    got = jax.jit(lambda *a: run(backend, *a, segments))(q * 200, k, v)
+    np.testing.assert_allclose(got, exact(q * 200, k, v, segments), atol=1e-4)
+
+
+def test_blockwise_holds_no_full_scores():
+    length = 512
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, length, 1, 1, 8), (1, length, 1, 8), (1, length, 1, 8))]
+    config = default_config()
+    config.model.update(num_heads=1, num_kv_heads=1)
+    layout = make_layout(config, meshes.build(config, jax.devices()[:1]))
+    segments = jnp.ones((1, length), jnp.int32)
+
+    def loss(q, k, v, block):
+        return blockwise.attend(q, k, v, segments, segments, jnp.int32(0), layout, blockwise.Settings(1.0, 0.0, block)).sum()
+
+    def temporaries(block):
+        lowered = jax.jit(jax.grad(lambda *a: loss(*a, block), (0, 1, 2))).lower(*shapes)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(64) < length * length * 4 / 2 < temporaries(length)
+
+
+def test_blocks_in_the_future_are_not_computed():
+    """NaN keys in blocks that causal order or the window hides do not reach the output: they are skipped, not masked."""
+    q, k, v, segments = inputs(6)
+    segments[:] = 1
+    k[:, 16:] = np.nan
+    function = jax.jit(lambda q, k, v, window: run("blockwise", q, k, v, segments, window))
+    assert np.isfinite(function(q, k, v, 0)[:, :16]).all()
+    k[:, :8] = np.nan
+    k[:, 16:] = 0.0
+    assert np.isfinite(function(q, k, v, 4)[:, 16:]).all()
+
+
+@pytest.mark.parametrize(
+    "heads,kv,tensor,expected",
+    [
+        (8, 4, 2, (4, 2, 4, 2, 1)),
+        (8, 2, 4, (2, 4, 2, 4, 2)),  # fewer key/value heads than devices: each twice
+        (12, 12, 8, (12, 1, 16, 1, 1)),  # GPT-2 over 8
+        (6, 2, 4, (2, 3, 2, 4, 2)),  # groups of 3 padded to 4
+        (12, 6, 4, (6, 2, 8, 2, 1)),
+        (4, 1, 4, (1, 4, 1, 4, 4)),
+    ],
+)
+def test_head_layouts(heads, kv, tensor, expected):
+    layout = head_layout(heads, kv, tensor)
+    assert (layout.kv_heads, layout.group, layout.padded_kv_heads, layout.padded_group, layout.repeat) == expected
+    assert layout.compute_kv_heads % tensor == 0
+    assert layout.compute_kv_heads * layout.compute_group == layout.padded_kv_heads * layout.padded_group
+
+
+def test_head_layout_refuses_uneven_replication():
+    with pytest.raises(ValueError, match="3 key/value heads .* tensor=4"):
+        head_layout(6, 3, 4)
+
+
+def test_rope_table_is_exact_in_float32():
+    """C04: against float64, also at position 8191, whatever the compute dtype."""
+    model = configs.default_config().model
+    model.update(head_dim=128, rope_theta=5e5, max_len_tokens=8192)
+    positions = np.arange(8192, dtype=np.int32)[None]
+    cos, sin = jax.jit(lambda p: rope.table(p, model))(positions)
+    angles = positions[0, :, None] * 5e5 ** (-np.arange(0, 128, 2) / 128)
+    assert cos.dtype == jnp.float32
+    assert np.abs(cos[0] - np.cos(angles)).max() < 1e-6 and np.abs(sin[0] - np.sin(angles)).max() < 1e-6
+
+
+def test_llama3_frequency_scaling():
+    """C17's numbers: the divisors of Llama 3.1's and 3.2's frequencies."""
+    model = configs.default_config().model
+    model.update(head_dim=128, rope_theta=5e5, rope_scaling="llama3", rope_scaling_factor=8.0)
+    plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    divisors = plain / rope.inverse_frequencies(model)
+    np.testing.assert_allclose(divisors[:29], 1.0)
+    np.testing.assert_allclose(divisors[29:35], [1.2075, 1.5534, 2.0263, 2.6945, 3.6843, 5.2573], atol=1e-4)
+    np.testing.assert_allclose(divisors[35:], 8.0)
+    model.update(head_dim=64, rope_scaling_factor=32.0)
+    divisors = 5e5 ** (-np.arange(0, 64, 2) / 64) / rope.inverse_frequencies(model)
+    np.testing.assert_allclose(divisors[:15], 1.0)
+    np.testing.assert_allclose(divisors[15:18], [1.6513, 3.2923, 9.6667], atol=1e-4)
+    np.testing.assert_allclose(divisors[18:], 32.0)
+
+
+def test_a_backend_that_cannot_serve_is_refused_by_name():
+    config = default_config()
+    config.runtime.attention = "cudnn"
+    with pytest.raises(ConfigError, match="cudnn cannot honour the cpu platform"):
+        dispatch.choose(config, "cpu")
+    assert dispatch.choose(config, "gpu") == "cudnn"
+    config.model.attention_softcap = 50.0
+    with pytest.raises(ConfigError, match="attention_softcap=50.0"):
+        dispatch.choose(config, "gpu")
+    config.runtime.attention = "auto"
+    assert dispatch.choose(config, "gpu") == "blockwise"
+    config.model.dropout_attention = 0.1
+    assert dispatch.choose(config, "gpu") == "reference"
