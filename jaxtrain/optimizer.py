@@ -77,7 +77,7 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
 
     def numbers(path, names):
         if path[-1].key != "kernel":
-            return None
+            return optax.MaskedNode()  # what optax.partition puts in the places of other rules
         rows = tuple(i for i, name in enumerate(names) if name == "embed")
         columns = tuple(i for i, name in enumerate(names) if name in outputs)
         if names[-1] == "embed":  # the output matrices take heads or mlp in
@@ -92,9 +92,7 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
             rows, columns = (math.prod(update.shape[i] for i in axes) for axes in (spec.reduction_axis, spec.output_axis))
             return update * (0.2 * math.sqrt(max(rows, columns)))
 
-        is_spec = lambda s: isinstance(s, optax.contrib.MuonDimensionNumbers)
-        masked = jax.tree.map(lambda s: s, specs, is_leaf=is_spec)
-        return jax.tree.map(lambda u, s: u if s is None else one(u, s), updates, masked, is_leaf=lambda x: x is None), state
+        return jax.tree.map(one, updates, specs), state
 
     orthogonal = optax.contrib.scale_by_muon(beta=c.momentum, weight_dimension_numbers=specs)
     muon = optax.chain(orthogonal, optax.GradientTransformation(lambda params: optax.EmptyState(), rescale))
@@ -111,16 +109,19 @@ def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) 
 
     Other leaves are step counts and Adafactor's factored statistics, which are small and kept whole.
     """
-    state = jax.eval_shape(optimizer.init, params)
-    return optax.tree.map_params(
-        optimizer,
-        lambda leaf, param, names: names if leaf.shape == param.shape else (None,) * len(leaf.shape),
-        state,
-        params,
-        dims,
-        transform_non_params=lambda leaf: (None,) * len(leaf.shape),
-        is_leaf=None,
-    )
+    path_of = lambda path: tuple(getattr(key, "key", None) for key in path)
+    leaves, names = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(dims, is_leaf=_is_dims)
+    weights = {path_of(path): (leaf.shape, d) for (path, leaf), d in zip(leaves, names, strict=True)}
+
+    def find(path, leaf):
+        keys = path_of(path)  # a moment's path ends with its weight's
+        for start in range(len(keys)):
+            shape, d = weights.get(keys[start:], (None, None))
+            if shape == leaf.shape:
+                return d
+        return (None,) * leaf.ndim
+
+    return jax.tree_util.tree_map_with_path(find, jax.eval_shape(optimizer.init, params))
 
 
 def _is_dims(x: Any) -> bool:

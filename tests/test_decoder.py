@@ -1,0 +1,99 @@
+"""Properties of the whole model: causality and document borders by gradient, padding of heads, KV cache, sampling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import VOCAB, batch, config, host, program
+
+from jaxtrain.generate import pick, sample
+from jaxtrain.model.decoder import layer_windows
+
+
+def test_causal_and_within_documents_by_gradient():
+    """d logits[t] / d embedding[s] is zero for s > t and for other documents, and not zero within one."""
+    p = program(config())
+    params, tokens = p.init(0).params, jax.tree.map(lambda x: jnp.asarray(x[0]), batch(p.config))
+
+    def hidden(table, t):
+        decoder = p.merge(dict(params, embedder={"table": table}))
+        return decoder.hidden(tokens["tokens"], tokens["segment_ids"], tokens["positions"])[0][0, t].sum()
+
+    segments, ids = np.asarray(tokens["segment_ids"][0]), np.asarray(tokens["tokens"][0])
+    t = int(np.flatnonzero(segments == 2)[-1])
+    grads = jax.grad(hidden)(params["embedder"]["table"], t)
+    seen = {int(i) for i, s in zip(ids[: t + 1], segments[: t + 1], strict=True) if s == 2}
+    moved = set(np.flatnonzero(np.abs(np.asarray(grads)).max(-1) > 0).tolist())
+    assert moved == seen and len(seen) > 1
+
+
+def test_a_document_alone_or_packed_has_the_same_logits():
+    """C06 for the whole model: a document's logits know nothing of its neighbours in the row, nor of its place."""
+    p = program(config(mesh__data=2, mesh__tensor=2))
+    params = p.init(0).params
+    tokens = jax.tree.map(lambda x: x[0], batch(p.config))
+    packed = np.asarray(p.logits(params, p.put_batch(tokens, p.eval_batch_sharding)))
+    row, inside = 0, tokens["segment_ids"][0] == 2
+    alone = {k: np.zeros_like(v) for k, v in tokens.items()}
+    count = inside.sum()
+    alone["tokens"][row, :count] = tokens["tokens"][row, inside]
+    alone["positions"][row, :count], alone["segment_ids"][row, :count] = np.arange(count), 1
+    alone = np.asarray(p.logits(params, p.put_batch(alone, p.eval_batch_sharding)))
+    np.testing.assert_allclose(packed[row, inside], alone[row, :count], atol=1e-5)
+    assert packed.shape[-1] == VOCAB
+
+
+def test_windows_alternate():
+    c = config(model__num_layers=5, model__sliding_window_tokens=7, model__global_attention_every=2)
+    assert layer_windows(c.model).tolist() == [7, 0, 7, 0, 7]
+
+
+def test_block_weights_start_different_in_each_layer():
+    kernel = host(program(config()).init(0).params)["blocks"]["mlp"]["up"]["kernel"]
+    assert np.abs(kernel[0] - kernel[1]).max() > 0.1
+    np.testing.assert_allclose(kernel.std(), 0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(model__sliding_window_tokens=3, model__position="learned"), dict(mesh__tensor=4, model__tie_embeddings=True)],
+    ids=["plain", "window", "tensor"],
+)
+def test_cached_sampling_equals_the_full_forward(changes):
+    p = program(config(data__global_batch_rows=2, **changes))
+    params = p.init(0).params
+    prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 4)).astype(np.int32)
+    got = sample(p, params, prompt, 8, jax.random.key(0), temperature=0.0)
+    rows = np.zeros((2, 16), np.int32)
+    rows[:, :4] = prompt
+    for length in range(4, 12):
+        full = {
+            "tokens": rows,
+            "targets": rows,
+            "segment_ids": (np.arange(16) < length)[None].repeat(2, 0).astype(np.int32),
+            "positions": np.arange(16, dtype=np.int32)[None].repeat(2, 0),
+        }
+        logits = np.asarray(p.logits(params, p.put_batch(full, p.eval_batch_sharding)))
+        rows[:, length] = logits[:, length - 1].argmax(-1)
+    np.testing.assert_array_equal(got, rows[:, 4:12])
+
+
+def test_sampling_settings():
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 0)
+
+    def shares(**settings):
+        ids = np.asarray(pick(logits, jax.random.key(0), **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings)))
+        return np.bincount(ids, minlength=4) / len(ids)
+
+    np.testing.assert_allclose(shares(), [0.5, 0.3, 0.15, 0.05], atol=0.03)
+    np.testing.assert_allclose(shares(top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(top_p=0.7), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(top_p=0.01), [1, 0, 0, 0])
+    np.testing.assert_allclose(shares(temperature=0.0), [1, 0, 0, 0])
+    assert shares(temperature=0.5)[0] > 0.62
+
+
+def test_sampling_beyond_the_longest_context_is_refused():
+    p = program(config(model__max_len_tokens=16))
+    with pytest.raises(ValueError, match="20 tokens exceed model.max_len_tokens=16"):
+        sample(p, p.init(0).params, np.zeros((1, 10), np.int32), 10, jax.random.key(0))
