@@ -224,6 +224,13 @@ RULES = {
         "runtime.attention: cudnn cannot honour precision.compute_dtype=float32 (bfloat16 only); use auto or reference",
         {"precision__compute_dtype": "bfloat16"},
     ),
+    "blockwise with attention dropout": (
+        {"runtime__attention": "blockwise", "model__dropout_attention": 0.1},
+        1,
+        "runtime.attention: blockwise cannot honour model.dropout_attention=0.1 (only reference draws its masks); "
+        "use auto or reference",
+        {"model__dropout_attention": 0.0},
+    ),
 }
 
 
