@@ -116,6 +116,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "0: state whole on every device of fsdp (DDP). 3: weights, gradients and optimizer state sharded over fsdp.",
             choices=(0, 3),
         ),
+        "sequence_parallel": Setting(
+            True, "With tensor > 1: between blocks, positions are split over tensor; halves its traffic and saves activations."
+        ),
     },
     "precision": {
         "compute_dtype": Setting(

@@ -1,4 +1,4 @@
-"""The error of everything that is the user's to mend and is not a setting: a missing corpus, a full disk, a wrong checkpoint."""
+"""The error of everything that is the user's to mend and is not a setting: no corpus, a full disk, a wrong checkpoint."""
 
 from __future__ import annotations
 

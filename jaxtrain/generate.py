@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
@@ -20,8 +19,11 @@ from jaxtrain.config import ConfigError
 from jaxtrain.data.tokenizers import get_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.main import command
+from jaxtrain.model.attention.block import Cache
 from jaxtrain.model.decoder import empty_cache
+from jaxtrain.model.weights import Weight
 from jaxtrain.observe.progress import setup_logging
+from jaxtrain.sharding import per_device
 from jaxtrain.train.program import Program, build_program
 
 
@@ -45,33 +47,45 @@ def sample(
     Returns: [B, num_tokens] int32. Padding of the vocabulary is never sampled.
     """
     total = prompt.shape[1] + num_tokens
+    if program.layout.sequence_parallel or program.layout.mesh.size != program.layout.size("tensor"):
+        raise ValueError("sampling needs a mesh of `tensor` alone, without sharding.sequence_parallel")
     if total > program.model.max_len_tokens:
         raise ValueError(f"{total} tokens exceed model.max_len_tokens={program.model.max_len_tokens}")
     options = (num_tokens, temperature, top_k, top_p)
-    return np.asarray(_sample(program.merge, program.model, program.layout, options, params, jnp.asarray(prompt), key))
+    return np.asarray(_sample(program, options, params, jnp.asarray(prompt), key))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _sample(merge, model, layout, options, params, prompt, key):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample(program, options, params, prompt, key):
+    """Prompt, then token by token; the model runs per device, each with its heads' part of the cache."""
     num_tokens, temperature, top_k, top_p = options
-    decoder, (batch, length) = merge(params), prompt.shape
+    model, layout, (batch, length) = program.model, program.layout, prompt.shape
+    parts = ("layers", "batch", "key_length", "heads", "head_dim")
+    cache_dims = ("activation", Cache(parts, parts, parts[:3]))
+    weights, tokens, logits = ("storage", program.dims), ("activation", ("batch", None)), ("activation", ("batch", "vocab"))
 
-    def advance(tokens, start, cache):
+    def advance(weights, tokens, start, cache):
+        decoder = program.merge(jax.tree.map(Weight, weights))
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         x, cache = decoder.hidden(tokens, jnp.ones_like(tokens), positions, cache=cache, start=start)
         return decoder.logits(x[:, -1:])[:, 0], cache
 
+    def prefill(weights, tokens):
+        return advance(weights, tokens, 0, empty_cache(model, layout, batch, length + num_tokens, program.dtype))
+
+    first_logits, cache = per_device(layout, prefill, [weights, tokens], [logits, cache_dims])(params, prompt)
+    following = per_device(layout, advance, [weights, tokens, None, cache_dims], [logits, cache_dims])
+
     def choose(logits, step):
-        return pick(logits, jax.random.fold_in(key, step), temperature, top_k, top_p)
+        return pick(logits[:, : model.vocab_size], jax.random.fold_in(key, step), temperature, top_k, top_p)
 
     def decode(carry, step):
         token, cache = carry
-        logits, cache = advance(token[:, None], length + step, cache)
-        following = choose(logits, step + 1)
-        return (following, cache), following
+        logits, cache = following(params, token[:, None], length + step, cache)
+        token = choose(logits, step + 1)
+        return (token, cache), token
 
-    logits, cache = advance(prompt, 0, empty_cache(model, layout, batch, length + num_tokens, decoder.dtype))
-    first = choose(logits, 0)
+    first = choose(first_logits, 0)
     _, rest = jax.lax.scan(decode, (first, cache), jnp.arange(num_tokens - 1))
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 
@@ -101,6 +115,7 @@ def load(workdir: pathlib.Path, tensor: int, step: int | None) -> tuple[Program,
     config = configs.read(path).copy_and_resolve_references()
     config.unlock()
     config.mesh.update(pipeline=1, data=1, fsdp=1, expert=1, sequence=1, tensor=tensor)
+    config.sharding.sequence_parallel = False  # one position at a time cannot be split
     config.train.accumulation_steps = 1
     config.runtime.update(fake_devices=tensor if tensor > 1 and config.runtime.fake_devices else 0)
     config.runtime.update(num_processes=0, process_id=-1, coordinator_address="")

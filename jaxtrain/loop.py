@@ -57,7 +57,9 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
             compiling = pool.submit(_compile_step, program)
             state, _, start = restored or (program.init(config.train.seed), None, 0)
             step_compiled, compile_s = compiling.result()
-        log.info("Step compiled in %.1f s%s", compile_s, f"; continuing from the checkpoint of step {start}" if restored else "")
+        log.info(
+            "Step compiled in %.1f s%s", compile_s, f"; continuing from the checkpoint of step {start}" if restored else ""
+        )
         resolved = _resolved(config, program)
         if jax.process_index() == 0:
             configs.save(resolved, workdir / "config.json")
@@ -72,7 +74,9 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     if first_process:
         from jaxtrain.observe.plot import loss_plot
 
-        path = write_summary(workdir, summary)
+        path = workdir / "summary.json"
+        if start < config.train.num_steps or not path.exists():  # a finished run given again keeps its figures
+            write_summary(workdir, summary)
         plot = loss_plot(workdir)
         log.info("Wrote %s%s", path, f" and {plot}" if plot else "")
     return summary
@@ -97,7 +101,6 @@ class _Session:
         config, num_steps = self.config, self.config.train.num_steps
         if self.start >= num_steps:
             log.info("All %d steps are done already (train.num_steps); nothing to train", num_steps)
-            self._evaluate(state, num_steps - 1)
             return state
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
         observe = config.observe
@@ -121,10 +124,10 @@ class _Session:
                         self._finish(*pending, bar)
                         pending = None
                         self.throughput.pause()
+                    if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
+                        self._evaluate(state, step)
                     if save_now:
                         self.checkpointer.save(done, state, self.facts)
-                    if evaluate_now:
-                        self._evaluate(state, step)
         finally:
             batches.close()
         self.checkpointer.wait()

@@ -11,10 +11,12 @@ import ml_collections
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.validate import require_valid
+from jaxtrain.validate import problems
 
 
-def load_config(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
+def load_config(
+    arguments: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
     """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags.
 
     Raises ConfigError with all problems at once, before jax is imported.
@@ -35,12 +37,11 @@ def load_config(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tu
             unknown.append(f"{key}: no value; write {key}=VALUE")
         position += 1
     try:
-        config = configs.load(args.config, overrides)
+        config = configs.load(args.config, overrides, problems)
     except ConfigError as error:
         raise ConfigError(unknown + error.problems) from None
     if unknown:
         raise ConfigError(unknown)
-    require_valid(config)
     return config, args
 
 

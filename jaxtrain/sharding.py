@@ -1,14 +1,17 @@
-"""All sharding rules. One table maps the names of array dimensions to mesh axes; no PartitionSpec is written elsewhere.
+"""All sharding rules, and the collectives that follow from them. No PartitionSpec is written elsewhere.
 
-Every state has one of four placements: `storage` (float32 weights), `gradient` (their accumulators), `optimizer`
-(moments) and `compute` (the working copy a product uses). The ZeRO stage is nothing but which of these carry the
-`fsdp` axis (Rajbhandari et al. 2020, section 5): 0 none, 3 all but `compute`, which is gathered block by block, used
-and dropped. Activations have a placement of their own.
+One table maps the names of array dimensions to mesh axes. Every weight has four placements: `storage` (float32 master),
+`optimizer` (moments), `gradient` (sums over microbatches) and `working` (the copy that a step's products start from). The
+ZeRO stage is nothing but which of these carry the `fsdp` axis (Rajbhandari et al. 2020, section 5).
+
+Model code runs once per device on that device's own shards (`per_device`), and every collective is a call of the functions
+at the end of this module, so that the communication of a step can be read off its code.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +19,7 @@ import jax
 import ml_collections
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.heads import head_layout
+from jaxtrain.heads import HeadLayout, head_layout
 from jaxtrain.validate import AXES
 
 Dims = tuple[str | None, ...]
@@ -35,21 +38,19 @@ WEIGHT_RULES: dict[str, str | None] = {
 }
 ZERO_STAGES: dict[int, frozenset[str]] = {
     0: frozenset(),
-    3: frozenset({"storage", "gradient", "optimizer"}),
+    3: frozenset({"storage", "optimizer", "gradient", "working"}),
 }
-STATE_PLACEMENTS = ("storage", "gradient", "optimizer", "compute")
+PLACEMENTS = ("storage", "optimizer", "gradient", "working")
 
 # Dimension of an activation -> axes.
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "microbatch": (),
+    "layers": (),
     "batch": ("data", "fsdp", "expert"),
     "length": ("sequence",),
     "key_length": (),
-    "embed": (),
     "heads": ("tensor",),
-    "group": (),
     "head_dim": (),
-    "mlp": ("tensor",),
     "vocab": ("tensor",),
 }
 TOKEN_AXES = (*ACTIVATION_RULES["batch"], *ACTIVATION_RULES["length"])  # a sum over tokens is a sum over these
@@ -61,72 +62,71 @@ class Layout:
 
     mesh: Mesh
     zero_stage: int
-    undivided: frozenset[str] = frozenset()  # weight dims stored whole over `tensor`: heads that do not divide
+    sequence_parallel: bool  # between blocks, positions are split over `tensor` too
+    heads: HeadLayout
 
-    def size(self, axis: str) -> int:
-        """Devices along a mesh axis."""
-        return self.mesh.shape[axis]
+    def size(self, *axes: str) -> int:
+        """Devices along mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def after_padding(self) -> Layout:
-        """The layout of working copies whose heads have been padded to divide (`jaxtrain.heads`)."""
-        return dataclasses.replace(self, undivided=frozenset())
-
-    def spec(self, dims: Dims, placement: str) -> PartitionSpec:
-        """The PartitionSpec of an array whose dimensions are named `dims` (None: not sharded)."""
-        entries = [self._axes(dim, placement) for dim in dims]
-        used = [axis for entry in entries for axis in entry]
-        if len(used) != len(set(used)):
-            raise ValueError(f"{dims} as {placement} uses a mesh axis twice: {used}")
-        return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
-
-    def sharding(self, dims: Dims, placement: str, shape: Sequence[int] | None = None) -> NamedSharding:
-        """As `spec`, on the mesh. With `shape`, every dimension must divide: XLA would replicate it in silence."""
-        if shape is not None:
-            self.check(dims, placement, shape)
-        return NamedSharding(self.mesh, self.spec(dims, placement))
-
-    def check(self, dims: Dims, placement: str, shape: Sequence[int]) -> None:
-        """Raises ValueError unless `shape` has the rank of `dims` and divides over its axes."""
-        if len(dims) != len(shape):
-            raise ValueError(f"shape {tuple(shape)} has {len(shape)} dimensions, its names {dims} are {len(dims)}")
-        for dim, size in zip(dims, shape, strict=True):
-            ways = 1
-            for axis in self._axes(dim, placement):
-                ways *= self.size(axis)
-            if size % ways:
-                raise ValueError(f"{dim}: {size} does not divide over {self._axes(dim, placement)} = {ways} devices")
-
-    def constrain(self, x: jax.Array, dims: Dims, placement: str = "activation") -> jax.Array:
-        """`x` placed as its dimension names say. Call at every block boundary."""
-        self.check(dims, placement, x.shape)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(dims, placement)))
-
-    def _axes(self, dim: str | None, placement: str) -> tuple[str, ...]:
+    def axes(self, dim: str | None, placement: str) -> tuple[str, ...]:
+        """Mesh axes of a dimension in a placement. Raises ValueError for names that are not in the tables."""
         if dim is None:
             return ()
         if placement == "activation":
             if dim not in ACTIVATION_RULES:
                 raise ValueError(f"unknown activation dimension {dim!r}; known: {', '.join(ACTIVATION_RULES)}")
             return ACTIVATION_RULES[dim]
-        if placement not in STATE_PLACEMENTS:
-            raise ValueError(f"unknown placement {placement!r}; known: {', '.join(STATE_PLACEMENTS)}, activation")
+        if placement not in PLACEMENTS:
+            raise ValueError(f"unknown placement {placement!r}; known: {', '.join(PLACEMENTS)}, activation")
         if dim not in WEIGHT_RULES:
             raise ValueError(f"unknown weight dimension {dim!r}; known: {', '.join(WEIGHT_RULES)}")
         axis = WEIGHT_RULES[dim]
-        if axis is None or dim in self.undivided:
+        if axis is None or (dim in ("heads", "kv_heads") and not self.divided(dim)):
             return ()
         if axis == "fsdp" and placement not in ZERO_STAGES[self.zero_stage]:
             return ()
         return (axis,)
 
+    def divided(self, dim: str) -> bool:
+        """Whether stored heads are split over `tensor`: not where they must be padded or replicated to divide."""
+        return not self.heads.padded and (dim == "heads" or self.heads.repeat == 1)
+
+    def spec(self, dims: Dims, placement: str) -> PartitionSpec:
+        """The PartitionSpec of an array whose dimensions are named `dims` (None: not sharded)."""
+        entries = [self.axes(dim, placement) for dim in dims]
+        used = [axis for entry in entries for axis in entry]
+        if len(used) != len(set(used)):
+            raise ValueError(f"{dims} as {placement} uses a mesh axis twice: {used}")
+        return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+    def local_shape(self, dims: Dims, placement: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """One device's part of an array. Raises ValueError unless names and rank agree and every dimension divides."""
+        if len(dims) != len(shape):
+            raise ValueError(f"shape {tuple(shape)} has {len(shape)} dimensions, its names {dims} are {len(dims)}")
+        parts = [self.size(*self.axes(dim, placement)) for dim in dims]
+        for dim, size, ways in zip(dims, shape, parts, strict=True):
+            if size % ways:
+                raise ValueError(f"{dim}: {size} does not divide over {self.axes(dim, placement)} = {ways} devices")
+        return tuple(size // ways for size, ways in zip(shape, parts, strict=True))
+
+    def sharding(self, dims: Dims, placement: str, shape: Sequence[int] | None = None) -> NamedSharding:
+        """As `spec`, on the mesh. With `shape`, every dimension must divide: XLA would replicate it in silence."""
+        if shape is not None:
+            self.local_shape(dims, placement, shape)
+        return NamedSharding(self.mesh, self.spec(dims, placement))
+
 
 def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
     """The layout of a validated config on a mesh that `jaxtrain.mesh.build` made."""
     tensor, model = mesh.shape["tensor"], config.model
-    undivided = {"kv_heads"} if model.num_kv_heads % tensor else set()
-    if head_layout(model.num_heads, model.num_kv_heads, tensor).padded:
-        undivided.add("heads")
-    return Layout(mesh, config.sharding.zero_stage, frozenset(undivided))
+    heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
+    return Layout(mesh, config.sharding.zero_stage, config.sharding.sequence_parallel and tensor > 1, heads)
+
+
+def is_dims(x: Any) -> bool:
+    """Whether a node of a tree is a tuple of dimension names."""
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
 def tree_shardings(layout: Layout, abstract: Any, dims: Any, placement: str) -> Any:
@@ -134,41 +134,65 @@ def tree_shardings(layout: Layout, abstract: Any, dims: Any, placement: str) -> 
     return jax.tree.map(lambda a, d: layout.sharding(d, placement, a.shape), abstract, dims)
 
 
-def manual(layout: Layout, function: Callable, in_dims: Sequence, out_dims: Sequence) -> Callable:
-    """`function` run once per device on its own shards, collectives written by hand: shard_map over all axes.
+def per_device(layout: Layout, function: Callable, in_dims: Sequence, out_dims: Sequence) -> Callable:
+    """`function` run once per device on its own shards: shard_map over all axes.
 
     Args:
-      in_dims, out_dims: for each argument and result (placement, dims), or None for what is the same on every device.
-        `function` returns a tuple, one entry per entry of `out_dims`.
+      in_dims, out_dims: per argument and result: (placement, dims), or (placement, nested dict of dims) for a nested dict
+        of weights, or None for what is the same on every device. `function` returns a tuple like `out_dims`.
 
-    No gradient may be taken through it (its transpose is not checked): callers are custom_vjp functions.
+    Gradients are taken inside it, never through it: who sums what is written down in custom_vjp functions, each of which
+    has a parity test (jax does not check the sums when replication is not tracked).
     """
 
-    def spec(entry):
-        return PartitionSpec() if entry is None else layout.spec(entry[1], entry[0])
+    def specs(entry):
+        if entry is None:
+            return PartitionSpec()
+        placement, dims = entry
+        return jax.tree.map(lambda d: layout.spec(d, placement), dims, is_leaf=is_dims)
 
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=tuple(map(spec, in_dims)),
-        out_specs=tuple(map(spec, out_dims)),
+        in_specs=tuple(map(specs, in_dims)),
+        out_specs=tuple(map(specs, out_dims)),
         axis_names=set(AXES),
         check_vma=False,
     )
 
 
-def reduce_gradient(layout: Layout, gradient: jax.Array, dims: Dims) -> jax.Array:
-    """Inside `manual`: sums a weight gradient [whole over fsdp] over all tokens, leaving it in gradient placement."""
-    if "fsdp" in TOKEN_AXES and layout.size("fsdp") > 1:
-        scattered = [i for i, dim in enumerate(dims) if "fsdp" in layout._axes(dim, "gradient")]
-        if scattered:
-            gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=scattered[0], tiled=True)
-        else:
-            gradient = jax.lax.psum(gradient, "fsdp")
-    return psum(layout, gradient, tuple(axis for axis in TOKEN_AXES if axis != "fsdp"))
+# Collectives inside `per_device`. An axis of one device costs nothing.
 
 
-def psum(layout: Layout, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Inside `manual`: the sum over those of `axes` that have more than one device."""
+def psum(layout: Layout, x: Any, *axes: str) -> Any:
+    """Sum over the devices along axes, on each of them (all-reduce)."""
     axes = tuple(axis for axis in axes if layout.size(axis) > 1)
     return jax.lax.psum(x, axes) if axes else x
+
+
+def pmax(layout: Layout, x: jax.Array, axis: str) -> jax.Array:
+    """Largest value over the devices along an axis."""
+    return jax.lax.pmax(x, axis) if layout.size(axis) > 1 else x
+
+
+def all_gather(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The parts of all devices along an axis, joined along a dimension."""
+    return jax.lax.all_gather(x, axis, axis=dim, tiled=True) if layout.size(axis) > 1 else x
+
+
+def reduce_scatter(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The sum over the devices along an axis, of which each keeps its part along a dimension."""
+    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True) if layout.size(axis) > 1 else x
+
+
+def index(layout: Layout, axis: str) -> jax.Array | int:
+    """This device's place along an axis."""
+    return jax.lax.axis_index(axis) if layout.size(axis) > 1 else 0
+
+
+def place(layout: Layout, dim: str) -> jax.Array | int:
+    """Which part of an activation's dimension this device has, counted from 0 in the order that shards are laid out."""
+    number = 0
+    for axis in ACTIVATION_RULES[dim]:
+        number = number * layout.size(axis) + index(layout, axis)
+    return number

@@ -129,6 +129,12 @@ def _data_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> 
     data, model, found = config.data, config.model, []
     if data.seq_len_tokens % sizes["sequence"]:
         found.append(_indivisible("data.seq_len_tokens", data.seq_len_tokens, "mesh.sequence", sizes["sequence"]))
+    parts = sizes["sequence"] * sizes["tensor"]
+    if config.sharding.sequence_parallel and not data.seq_len_tokens % sizes["sequence"] and data.seq_len_tokens % parts:
+        found.append(
+            _indivisible("data.seq_len_tokens", data.seq_len_tokens, "mesh.sequence x tensor", parts)
+            + " (or sharding.sequence_parallel=False)"
+        )
     ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     per_step = ways * config.train.accumulation_steps
     if data.global_batch_rows % per_step:

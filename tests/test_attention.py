@@ -11,8 +11,9 @@ from jaxtrain.config import ConfigError, default_config
 from jaxtrain.heads import head_layout
 from jaxtrain.model import rope
 from jaxtrain.model.attention import blockwise, dispatch, reference
+from jaxtrain.model.attention.block import whole_row
 from jaxtrain.model.attention.mask import visible
-from jaxtrain.sharding import make_layout
+from jaxtrain.sharding import all_gather, index, make_layout, per_device
 
 B, T, K, G, H = 2, 24, 2, 3, 8
 
@@ -53,8 +54,29 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8)
         mask = visible(jnp.arange(T), jnp.arange(T), jnp.asarray(segments), jnp.asarray(segments), window)
         return reference.attend(q, k, v, mask, H**-0.5, softcap)
     settings = blockwise.Settings(H**-0.5, softcap, block)
-    segments = jnp.asarray(segments)
-    return blockwise.attend(q, k, v, segments, segments, jnp.int32(window), layout, settings)
+    queries, keys = ("activation", ("batch", "length", "heads", None, None)), ("activation", ("batch", "length", "heads", None))
+
+    def device(q, k, v, segments, window):
+        start = index(layout, "sequence") * q.shape[1]
+        key_segments = all_gather(layout, segments, "sequence", 1)
+        k, v = whole_row(k, layout), whole_row(v, layout)
+        return (blockwise.attend(q, k, v, segments, key_segments, start, window, settings),)
+
+    @jax.custom_vjp
+    def attend(q, k, v):
+        return over_devices(device, [queries])(q, k, v, jnp.asarray(segments), window)[0]
+
+    def backward(inputs, g):
+        def gradients(q, k, v, segments, window, g):
+            return jax.vjp(lambda *a: device(*a, segments, window)[0], q, k, v)[1](g)
+
+        return over_devices(gradients, [queries, keys, keys], [queries])(*inputs, jnp.asarray(segments), window, g)
+
+    def over_devices(function, out, more=()):
+        return per_device(layout, function, [queries, keys, keys, ("activation", ("batch", "length")), None, *more], out)
+
+    attend.defvjp(lambda *a: (attend(*a), a), backward)  # gradients are taken inside per_device, as the step does
+    return attend(q, k, v)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
@@ -117,13 +139,10 @@ def test_large_scores_do_not_overflow(backend):
 def test_blockwise_holds_no_full_scores():
     length = 512
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, length, 1, 1, 8), (1, length, 1, 8), (1, length, 1, 8))]
-    config = default_config()
-    config.model.update(num_heads=1, num_kv_heads=1)
-    layout = make_layout(config, meshes.build(config, jax.devices()[:1]))
     segments = jnp.ones((1, length), jnp.int32)
 
     def loss(q, k, v, block):
-        return blockwise.attend(q, k, v, segments, segments, jnp.int32(0), layout, blockwise.Settings(1.0, 0.0, block)).sum()
+        return blockwise.attend(q, k, v, segments, segments, 0, 0, blockwise.Settings(1.0, 0.0, block)).sum()
 
     def temporaries(block):
         lowered = jax.jit(jax.grad(lambda *a: loss(*a, block), (0, 1, 2))).lower(*shapes)

@@ -8,20 +8,22 @@ from tiny import VOCAB, batch, config, host, program
 
 from jaxtrain.generate import pick, sample
 from jaxtrain.model.decoder import layer_windows
+from jaxtrain.model.weights import Weight
 
 
 def test_causal_and_within_documents_by_gradient():
     """d logits[t] / d embedding[s] is zero for s > t and for other documents, and not zero within one."""
     p = program(config())
-    params, tokens = p.init(0).params, jax.tree.map(lambda x: jnp.asarray(x[0]), batch(p.config))
+    params = p.init(0).params
+    zeros, tokens = jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.asarray(x[0]), batch(p.config))
 
     def hidden(table, t):
-        decoder = p.merge(dict(params, embedder={"table": table}))
+        decoder = p.merge(jax.tree.map(Weight, params, dict(zeros, embedder={"table": table})))
         return decoder.hidden(tokens["tokens"], tokens["segment_ids"], tokens["positions"])[0][0, t].sum()
 
     segments, ids = np.asarray(tokens["segment_ids"][0]), np.asarray(tokens["tokens"][0])
     t = int(np.flatnonzero(segments == 2)[-1])
-    grads = jax.grad(hidden)(params["embedder"]["table"], t)
+    grads = jax.jit(jax.grad(hidden), static_argnums=1)(zeros["embedder"]["table"], t)
     seen = {int(i) for i, s in zip(ids[: t + 1], segments[: t + 1], strict=True) if s == 2}
     moved = set(np.flatnonzero(np.abs(np.asarray(grads)).max(-1) > 0).tolist())
     assert moved == seen and len(seen) > 1
@@ -56,7 +58,11 @@ def test_block_weights_start_different_in_each_layer():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(model__sliding_window_tokens=3, model__position="learned"), dict(mesh__tensor=4, model__tie_embeddings=True)],
+    [
+        {},
+        dict(model__sliding_window_tokens=3, model__position="learned"),
+        dict(mesh__tensor=4, model__tie_embeddings=True, sharding__sequence_parallel=False),
+    ],
     ids=["plain", "window", "tensor"],
 )
 def test_cached_sampling_equals_the_full_forward(changes):
@@ -94,6 +100,9 @@ def test_sampling_settings():
 
 
 def test_sampling_beyond_the_longest_context_is_refused():
+    split = program(config(mesh__tensor=2))
+    with pytest.raises(ValueError, match="without sharding.sequence_parallel"):
+        sample(split, split.init(0).params, np.zeros((1, 2), np.int32), 2, jax.random.key(0))
     p = program(config(model__max_len_tokens=16))
     with pytest.raises(ValueError, match="20 tokens exceed model.max_len_tokens=16"):
         sample(p, p.init(0).params, np.zeros((1, 10), np.int32), 10, jax.random.key(0))

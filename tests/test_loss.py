@@ -1,7 +1,5 @@
 """Cross-entropy and embedding against plain formulas, sharded and not; what never enters the softmax; what is never built."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,18 +7,39 @@ import pytest
 
 from jaxtrain import mesh as meshes
 from jaxtrain.config import default_config
-from jaxtrain.model.loss import LossSettings, cross_entropy
-from jaxtrain.model.vocabulary import embed
-from jaxtrain.sharding import make_layout
+from jaxtrain.model.loss import LossSettings, _cross_entropy
+from jaxtrain.model.vocabulary import TABLE, _embed
+from jaxtrain.model.weights import Place
+from jaxtrain.sharding import TOKEN_AXES, make_layout, per_device, psum
 
-V, PADDED, D, B, T = 16, 24, 4, 4, 8
+V, PADDED, D, B, T = 16, 24, 4, 4, 16
+STORED, ROWS, GRADIENT = ("storage", TABLE), ("activation", ("batch", "length")), ("gradient", TABLE)
+POSITIONS = ("activation", ("batch", "length", None))
 MESHES = [{}, {"data": 2, "tensor": 2, "sequence": 2}, {"fsdp": 4, "tensor": 2}, {"tensor": 8}]
 
 
 def layout_of(mesh):
     config = default_config()
     config.mesh.update({"data": 1} | mesh)
+    config.sharding.sequence_parallel = False  # activations whole over tensor; the split is tested with whole models
     return make_layout(config, meshes.build(config, jax.devices()[: int(np.prod(list(mesh.values()), dtype=int))]))
+
+
+def loss_and_gradients(layout, settings, x, table, targets):
+    """Sums over all devices, d 2 objective / dx and / dtable, through the per-device loss."""
+    place = Place(layout, TABLE)
+
+    def device(x, table, targets):
+        def objective(x, slot):
+            sums = _cross_entropy(x, table, slot, targets, place, settings)
+            return 2.0 * sums.objective, sums  # the factor shows that the incoming gradient is used
+
+        slot = jnp.zeros(layout.local_shape(TABLE, "gradient", (PADDED, D)), jnp.float32)
+        (dx, dtable), sums = jax.grad(objective, (0, 1), has_aux=True)(x, slot)
+        return psum(layout, sums, *TOKEN_AXES), dx, dtable
+
+    run = per_device(layout, device, [POSITIONS, STORED, ROWS], [None, POSITIONS, GRADIENT])
+    return jax.jit(run)(x, table, targets)
 
 
 def inputs():
@@ -52,13 +71,8 @@ def test_loss_and_gradients(mesh, smoothing, z_loss, softcap, chunk):
     """C01: the same on one device and with the vocabulary, batch and sequence cut; label smoothing and z-loss included."""
     x, table, targets = inputs()
     settings = LossSettings(V, chunk, z_loss, smoothing, softcap)
-    layout = layout_of(mesh)
-
-    def objective(x, table):
-        sums = cross_entropy(x, table, targets, layout, settings)
-        return 2.0 * sums.objective, sums  # the factor shows that the incoming gradient is used
-
-    (value, sums), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(x, table)
+    sums, *grads = loss_and_gradients(layout_of(mesh), settings, x, table, targets)
+    value = 2.0 * sums.objective
     wanted, wanted_grads = jax.value_and_grad(lambda *a: 2.0 * plain(*a, targets, settings), (0, 1))(x, table)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for got, want in zip(grads, wanted_grads, strict=True):
@@ -67,8 +81,6 @@ def test_loss_and_gradients(mesh, smoothing, z_loss, softcap, chunk):
     assert sums.targets == (targets >= 0).sum()
     nll = plain(x, table, targets, LossSettings(V, chunk, softcap=softcap))
     np.testing.assert_allclose(sums.cross_entropy, nll, rtol=1e-5)
-    no_grad = jax.jit(lambda x, table: cross_entropy(x, table, targets, layout, settings))(x, table)
-    np.testing.assert_allclose(no_grad.objective, value / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -78,8 +90,7 @@ def test_embedding_gradient_stays_in_the_rows_that_occur(mesh):
     table = rng.normal(size=(PADDED, D)).astype(np.float32)
     tokens = rng.integers(0, 5, (B, T)).astype(np.int32)
     weigh = rng.normal(size=(B, T, D)).astype(np.float32)
-    layout = layout_of(mesh)
-    value, grad = jax.jit(jax.value_and_grad(lambda t: (weigh * embed(t, tokens, layout, jnp.float32)).sum()))(table)
+    value, grad = embed_and_gradient(layout_of(mesh), table, tokens, weigh, jnp.float32)
     np.testing.assert_allclose(value, (weigh * table[tokens]).sum(), rtol=1e-5)
     want = np.zeros_like(table)
     np.add.at(want, tokens.reshape(-1), weigh.reshape(-1, D))
@@ -89,42 +100,59 @@ def test_embedding_gradient_stays_in_the_rows_that_occur(mesh):
 
 def test_embedding_gradient_is_summed_in_float32():
     """4096 gradients of 1 for one token in bfloat16 compute: a bfloat16 sum would stop at 256."""
-    tokens = jnp.zeros((8, 512), jnp.int32)
-    grad = jax.jit(jax.grad(lambda t: embed(t, tokens, layout_of({"fsdp": 2}), jnp.bfloat16).astype(jnp.float32).sum()))
-    assert np.all(np.asarray(grad(jnp.zeros((PADDED, D))))[0] == 4096.0)
+    tokens = np.zeros((8, 512), np.int32)
+    weigh = np.ones((8, 512, D), np.float32)
+    _, grad = embed_and_gradient(layout_of({"fsdp": 2}), np.zeros((PADDED, D), np.float32), tokens, weigh, jnp.bfloat16)
+    assert np.all(np.asarray(grad)[0] == 4096.0)
+
+
+def embed_and_gradient(layout, table, tokens, weigh, dtype):
+    """Sum of weighted embeddings over all devices, and its gradient by the table."""
+    place = Place(layout, TABLE)
+
+    def device(table, tokens, weigh):
+        def value(slot):
+            return jnp.sum(weigh * _embed(table, slot, tokens, place, dtype).astype(jnp.float32))
+
+        slot = jnp.zeros(layout.local_shape(TABLE, "gradient", table_shape), jnp.float32)
+        value, grad = jax.value_and_grad(value)(slot)
+        return psum(layout, value, *TOKEN_AXES), grad
+
+    table_shape = table.shape
+    run = per_device(layout, device, [STORED, ROWS, POSITIONS], [None, GRADIENT])
+    return jax.jit(run)(table, tokens, weigh)
 
 
 def test_no_target_at_all():
     """C23: loss and gradient 0, no NaN."""
     x, table, targets = inputs()
-    loss = functools.partial(cross_entropy, layout=layout_of({"fsdp": 2}), settings=LossSettings(V, 8))
-
-    def run(x, table):
-        return cross_entropy(x, table, jnp.full_like(targets, -1), loss.keywords["layout"], loss.keywords["settings"]).objective
-
-    value, grads = jax.jit(jax.value_and_grad(run, (0, 1)))(x, table)
-    assert value == 0 and all(np.all(np.asarray(g) == 0) for g in grads)
+    sums, dx, dtable = loss_and_gradients(layout_of({"fsdp": 2}), LossSettings(V, 8), x, table, np.full_like(targets, -1))
+    assert sums.objective == 0 and np.all(np.asarray(dx) == 0) and np.all(np.asarray(dtable) == 0)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=str)
 def test_logits_of_the_whole_batch_are_never_built(mesh):
-    tokens, vocab = 4096, 2048
+    tokens, vocab, width = 4096, 2048, 16
     layout = layout_of(mesh)
-    shapes = (jax.ShapeDtypeStruct((1, tokens, 16), jnp.bfloat16), jax.ShapeDtypeStruct((vocab, 16), jnp.float32))
 
     def temporaries(chunk):
-        def loss(x, table):
-            return cross_entropy(x, table, jnp.zeros((1, tokens), jnp.int32), layout, LossSettings(vocab, chunk)).objective
+        def device(x, table, targets):
+            place, settings = Place(layout, TABLE), LossSettings(vocab, chunk)
+            slot = jnp.zeros(layout.local_shape(TABLE, "gradient", (vocab, width)), jnp.float32)
+            return jax.grad(lambda x, s: _cross_entropy(x, table, s, targets, place, settings).objective, (0, 1))(x, slot)
 
-        return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        run = per_device(layout, device, [POSITIONS, STORED, ROWS], [POSITIONS, GRADIENT])
+        shapes = ((1, tokens, width), jnp.bfloat16), ((vocab, width), jnp.float32), ((1, tokens), jnp.int32)
+        lowered = jax.jit(run).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
     whole = tokens * vocab * 4 // layout.size("tensor")
     assert temporaries(128) < whole / 8 < whole < temporaries(tokens)
 
 
 def test_collectives_of_the_sharded_loss():
-    """Per-token numbers cross `tensor`, not logits; one reduction of the table's gradient, scattered over fsdp."""
+    """Per-token numbers cross `tensor`, not logits; the table's gradient is reduced once, scattered over fsdp."""
     layout, (x, table, targets) = layout_of({"fsdp": 4, "tensor": 2}), inputs()
-    run = jax.jit(jax.grad(lambda x, t: cross_entropy(x, t, targets, layout, LossSettings(V, 8)).objective, (0, 1)))
-    hlo = run.lower(x, table).compile().as_text()
+    run = jax.jit(lambda *a: loss_and_gradients(layout, LossSettings(V, 8), *a))
+    hlo = run.lower(x, table, targets).compile().as_text()
     assert f"f32[{B // 4 * T},{PADDED}]" not in hlo and hlo.count(" reduce-scatter(") == 1

@@ -156,7 +156,7 @@ def test_drivers_of_no_use(tmp_path):
 
 def test_python_is_found_by_running_it(tmp_path):
     path = executable(tmp_path, "python3", "echo 'shim: version not installed' >&2; exit 127\n")
-    executable(tmp_path, "python3.12", f"exec {sys.executable} \"$@\"\n")
+    executable(tmp_path, "python3.12", f'exec {sys.executable} "$@"\n')
     assert helper("find_python", PATH=path, PYTHON="") == (0, str(tmp_path / "python3.12"), "")
     assert helper("find_python", PYTHON=sys.executable)[:2] == (0, sys.executable)
     code, _, stderr = helper("find_python", PYTHON=str(tmp_path / "python3"))

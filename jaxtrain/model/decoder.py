@@ -15,14 +15,16 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from jaxtrain.heads import head_layout
 from jaxtrain.memory import rematerialize
 from jaxtrain.model import rope
 from jaxtrain.model.attention.block import Attention, Cache, Rows
-from jaxtrain.model.layers import Norm, dropout, fold, weight
+from jaxtrain.model.dropout import dropout, fold
+from jaxtrain.model.dropout import keys as dropout_keys
+from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
-from jaxtrain.model.vocabulary import Vocabulary, embed
-from jaxtrain.sharding import Layout
+from jaxtrain.model.vocabulary import Vocabulary
+from jaxtrain.model.weights import Place
+from jaxtrain.sharding import Layout, all_gather, index
 
 EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dropout keys
 
@@ -32,96 +34,111 @@ class Block(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, backend: str):
         out_stddev = model.init_stddev / (math.sqrt(2 * model.num_layers) if model.init_scaled_outputs else 1.0)
-        self.attention_norm, self.mlp_norm = _norm(model), _norm(model)
+        self.attention_norm, self.mlp_norm = _norm(model, layout), _norm(model, layout)
         self.attention = Attention(rngs, model, layout, backend, out_stddev)
         self.mlp = Mlp(rngs, model, layout, out_stddev)
-        self.attention_post_norm = _norm(model) if model.post_norms else None
-        self.mlp_post_norm = _norm(model) if model.post_norms else None
+        self.attention_post_norm = _norm(model, layout) if model.post_norms else None
+        self.mlp_post_norm = _norm(model, layout) if model.post_norms else None
         self.model, self.layout = model, layout
 
-    def __call__(self, x: jax.Array, rows: Rows, keys: jax.Array | None, window: jax.Array | int, cache: Cache | None = None):
-        """Residual stream [B, T, D] -> the same, and the updated cache; keys: this layer's dropout keys [B] or None."""
-        attended, cache = self.attention(self.attention_norm(x), rows.with_keys(fold(keys, ATTENTION_SITE)), window, cache)
+    def __call__(self, x: jax.Array, rows: Rows, keys: tuple | None, window: jax.Array | int, cache: Cache | None = None):
+        """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: this layer's dropout keys, [B, t] and [B, T]."""
+        keys, query_keys = keys or (None, None)
+        query_keys = fold(query_keys, ATTENTION_SITE)
+        attended, cache = self.attention(self.attention_norm(x), rows, window, query_keys, cache)
         x = self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0]))
         return self._add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm, fold(keys, RESIDUAL_SITES[1])), cache
 
     def _add(self, x, branch, post_norm, keys):
         branch = branch if post_norm is None else post_norm(branch)
-        branch = dropout(branch, self.model.dropout_residual, keys)
-        return self.layout.constrain(x + branch, ("batch", "length", "embed"))
+        return x + dropout(branch, self.model.dropout_residual, keys)
 
 
 class Decoder(nnx.Module):
-    """The whole model. `hidden` gives final activations; the head is applied by the loss or by `logits`."""
+    """The whole model. `hidden` gives final activations; the head is applied by the loss or by `logits`.
+
+    Outside the step its weights are arrays; inside, code of one device, they are `weights.Weight`s.
+    """
 
     def __init__(
         self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, dtype: Any, backend: str, remat: str = "none"
     ):
-        self.embedder = Vocabulary(rngs, model)
+        self.embedder = Vocabulary(rngs, model, layout)
         if model.position == "learned":
-            self.positions = PositionTable(rngs, model)
+            self.positions = PositionTable(rngs, model, layout)
         self.blocks = _stack(lambda rngs: Block(rngs, model, layout, backend), rngs, model.num_layers)
-        self.final_norm = _norm(model)
+        self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
-            self.head = Vocabulary(rngs, model)
+            self.head = Vocabulary(rngs, model, layout)
         self.model, self.layout, self.dtype, self.remat = model, layout, dtype, remat
 
     @property
-    def head_table(self) -> jax.Array:
-        """[V, D] float32: the head's own table, or the embedding's when tied."""
-        return (self.embedder if self.model.tie_embeddings else self.head).table[...]
+    def output(self) -> Vocabulary:
+        """The head: its own table, or the embedding's when tied."""
+        return self.embedder if self.model.tie_embeddings else self.head
 
     def hidden(
         self,
         tokens: jax.Array,
         segments: jax.Array,
         positions: jax.Array,
-        keys: jax.Array | None = None,
+        dropout_key: tuple[int, jax.Array, jax.Array] | None = None,
         cache: Cache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, Cache | None]:
-        """Final activations [B, T, D] in compute dtype, and the cache.
+        """Final activations [B, t, D] in compute dtype, and the cache.
 
         Args:
-          tokens, segments, positions: [B, T] int32; segment 0 is padding; positions count within a document.
-          keys: [B] dropout keys (`layers.row_keys`), or None for no dropout.
+          tokens, segments, positions: [B, T] int32, this device's rows and places; segment 0 is padding; positions count
+            within a document.
+          dropout_key: seed, step, and the indices [B] of the rows in the step's global batch; None for no dropout.
           cache: keys and values of the `start` tokens before these, stacked over layers, for sampling.
         """
-        model = self.model
-        x = embed(self.embedder.table[...], tokens, self.layout, self.dtype)
+        model, layout = self.model, self.layout
+        places = start + index(layout, "sequence") * tokens.shape[1] + jnp.arange(tokens.shape[1])  # [T] in the row
+        own = (lambda x: own_positions(layout, x, x.ndim - 1)) if layout.sequence_parallel else lambda x: x
+        keys = query_keys = None
+        if dropout_key is not None:
+            query_keys = dropout_keys(*dropout_key, places)
+            keys = dropout_keys(*dropout_key, own(places))
+        x = self.embedder.embed(tokens, self.dtype)
         if model.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(model.embed_dim), self.dtype)
         if model.position == "learned":
-            table = self.layout.constrain(self.positions.table[...], ("position", "embed"), "compute")
-            x = (x.astype(jnp.float32) + table[positions]).astype(self.dtype)
-        x = self.layout.constrain(dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE)), ("batch", "length", "embed"))
+            table = read(self.positions.table, self.positions.place)
+            x = (x.astype(jnp.float32) + table[own(positions)]).astype(self.dtype)
+        x = dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE))
         angles = rope.table(positions, model) if model.position == "rope" else None
-        rows = Rows(segments, start + jnp.arange(tokens.shape[1]), angles, None)
+        rows = Rows(segments, places, all_gather(layout, segments, "sequence", 1), angles)
         graph, weights = nnx.split(self.blocks)
 
         def block(x, layer):
-            weights, index, window, cache = layer
-            return nnx.merge(graph, weights)(x, rows, fold(keys, index), window, cache)
+            weights, number, window, cache = layer
+            layer_keys = None if keys is None else (fold(keys, number), fold(query_keys, number))
+            return nnx.merge(graph, weights)(x, rows, layer_keys, window, cache)
 
-        windows = layer_windows(model)
-        xs = (weights, jnp.arange(model.num_layers), jnp.asarray(windows), cache)
+        xs = (nnx.to_pure_dict(weights), jnp.arange(model.num_layers), jnp.asarray(layer_windows(model)), cache)
         x, cache = jax.lax.scan(rematerialize(block, self.remat), x, xs)
         return self.final_norm(x), cache
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, vocab_size] float32, padding cut off. For sampling and tests: training never builds them."""
-        table = self.layout.constrain(self.head_table.astype(x.dtype), ("vocab", "embed"), "compute")
+        """[B, t, D] -> this device's part [B, T, V/tensor] float32. For sampling and tests: training never builds them."""
+        vocabulary = self.output
+        table = vocabulary.place.fetch(vocabulary.table.get_value().value, x.dtype)
+        x = gather_positions(self.layout, x)
         logits = jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)
         if self.model.logit_softcap:
             logits = self.model.logit_softcap * jnp.tanh(logits / self.model.logit_softcap)
-        return logits[..., : self.model.vocab_size]
+        return logits
 
 
 class PositionTable(nnx.Module):
     """Learned absolute positions (GPT-2): [max_len_tokens, D]."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict):
-        self.table = weight(rngs, (model.max_len_tokens, model.embed_dim), ("position", "embed"), model.init_stddev)
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
+        dims = ("position", "embed")
+        self.table = weight(rngs, (model.max_len_tokens, model.embed_dim), dims, model.init_stddev)
+        self.place = Place(layout, dims, split_inputs=layout.sequence_parallel)
 
 
 def layer_windows(model: ml_collections.ConfigDict) -> np.ndarray:
@@ -133,9 +150,8 @@ def layer_windows(model: ml_collections.ConfigDict) -> np.ndarray:
 
 
 def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, length: int, dtype: Any) -> Cache:
-    """A cache of `length` positions for `batch` rows, stacked over layers."""
-    kv_heads = head_layout(model.num_heads, model.num_kv_heads, layout.size("tensor")).padded_kv_heads
-    shape = (model.num_layers, batch, length, kv_heads, model.head_dim)
+    """A cache of `length` positions for `batch` rows, stacked over layers, with one device's heads."""
+    shape = (model.num_layers, batch, length, layout.heads.compute_kv_heads // layout.size("tensor"), model.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.int32))
 
 
@@ -149,8 +165,8 @@ def dimension_names(decoder: Decoder) -> dict:
     return nnx.to_pure_dict(nnx.map_state(names, nnx.state(decoder, nnx.Param)))
 
 
-def _norm(model: ml_collections.ConfigDict) -> Norm:
-    return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset)
+def _norm(model: ml_collections.ConfigDict, layout: Layout) -> Norm:
+    return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset, layout, layout.sequence_parallel)
 
 
 def _stack(make, rngs: nnx.Rngs, count: int):

@@ -1,8 +1,8 @@
-"""The pieces of a block: weight products, norms, dropout. All matrix products with weights go through `project`.
+"""The pieces of a block: column- and row-parallel products, norms, biases, dropout. Code of one device (see `sharding`).
 
-Arrays in the step are plain jax arrays; a module only holds its weights with the names of their dimensions.
 Shape letters: B batch, T query positions, S key positions, D embed, N query heads, K key/value heads, G query heads
-per key/value head, H head dim, F mlp, V vocab, L layers.
+per key/value head, H head dim, F mlp, V vocab, L layers; sizes are those of one device. Between blocks, positions are
+split over `tensor` too under sequence parallelism (Korthikanti et al. 2022): t positions there, T inside.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.sharding import Dims, Layout
+from jaxtrain.model.weights import Place, Weight
+from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
 
 
 def weight(rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float) -> nnx.Param:
@@ -30,20 +31,41 @@ def vector(shape: Sequence[int], dims: Dims, value: float) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """A weight product with optional bias, by einsum. The kernel's dims name its place on the mesh."""
+    """A matrix and perhaps a bias, for `columns` or `row`. The dims name their places on the mesh."""
 
-    def __init__(self, rngs: nnx.Rngs, shape, dims: Dims, stddev: float, bias: tuple[Sequence[int], Dims] | None = None):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        shape: Sequence[int],
+        dims: Dims,
+        stddev: float,
+        layout: Layout,
+        bias: tuple[Sequence[int], Dims] | None = None,
+        bias_split: bool = False,
+    ):
         self.kernel = weight(rngs, shape, dims, stddev)
         self.bias = vector(*bias, 0.0) if bias else None
+        self.place = Place(layout, dims)
+        self.bias_place = Place(layout, bias[1], bias_split) if bias else None
+
+    def add_bias(self, y: jax.Array) -> jax.Array:
+        """y + bias, added (and the bias gradient summed) in float32; y itself without a bias."""
+        if self.bias is None:
+            return y
+        return (y.astype(jnp.float32) + read(self.bias, self.bias_place)).astype(y.dtype)
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm over the last dimension, in float32."""
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm over the last dimension, in float32.
 
-    def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, dims: Dims = ("vector",)):
+    `split`: the devices of `tensor` see different inputs (positions or heads).
+    """
+
+    def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, layout: Layout, split: bool):
         self.kind, self.eps, self.unit_offset = kind, eps, unit_offset
-        self.scale = vector((width,), dims, 0.0 if unit_offset else 1.0)
-        self.bias = vector((width,), dims, 0.0) if kind == "layernorm" else None
+        self.scale = vector((width,), ("vector",), 0.0 if unit_offset else 1.0)
+        self.bias = vector((width,), ("vector",), 0.0) if kind == "layernorm" else None
+        self.place = Place(layout, ("vector",), split)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] in any float dtype -> the same shape and dtype."""
@@ -51,71 +73,116 @@ class Norm(nnx.Module):
         if self.kind == "layernorm":
             x32 = x32 - x32.mean(-1, keepdims=True)
         normal = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
-        scaled = normal * (self.scale[...] + (1.0 if self.unit_offset else 0.0))
+        scaled = normal * (read(self.scale, self.place) + (1.0 if self.unit_offset else 0.0))
         if self.bias is not None:
-            scaled = scaled + self.bias[...]
+            scaled = scaled + read(self.bias, self.place)
         return scaled.astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def project(equation: str, x: jax.Array, kernel: jax.Array, layout: Layout, dims: Dims) -> jax.Array:
-    """`einsum(equation, x, kernel)` in x's dtype, of a float32 kernel in storage placement.
+def read(param: nnx.Param, place: Place) -> jax.Array:
+    """A scale, bias or small table in float32, whose gradient goes where `place` says."""
+    leaf: Weight = param.get_value()
+    return _read(leaf.value, leaf.slot, place)
 
-    The kernel is cast, then gathered over the axes that its compute placement lacks (ZeRO-3), and gathered again in
-    the backward: only `x` and the shard are kept. The weight gradient leaves its product in float32 and is reduced in
-    that dtype into gradient placement.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _read(value, slot, place):
+    return place.fetch(value, jnp.float32)
+
+
+_read.defvjp(
+    lambda value, slot, place: (_read(value, slot, place), None),
+    lambda place, _, g: (None, place.give(g)),
+)
+
+
+def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
+    """Column-parallel products of one input: [B, t, D] -> per linear [B, T, ...] with this device's heads or mlp part.
+
+    Forward: positions are gathered over `tensor` (sequence parallel) or are whole. Backward: the input's gradient is
+    summed over `tensor`, scattered back to positions. Kept for the backward: `x` as it came; positions and weights are
+    gathered again. Weight gradients leave their product in float32.
     """
-    return jnp.einsum(equation, x, _working(kernel, layout, dims, x.dtype))
+    layout = linears[0].place.layout
+    leaves = [linear.kernel.get_value() for linear in linears]
+    places = tuple(linear.place for linear in linears)
+    outputs = _columns(x, [w.value for w in leaves], [w.slot for w in leaves], equation, places, layout)
+    return [linear.add_bias(y) for linear, y in zip(linears, outputs, strict=True)]
 
 
-def _working(kernel, layout, dims, dtype):
-    return layout.constrain(kernel.astype(dtype), dims, "compute")
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _columns(x, values, slots, equation, places, layout):
+    x = gather_positions(layout, x)
+    return [jnp.einsum(equation, x, p.fetch(v, x.dtype)) for v, p in zip(values, places, strict=True)]
 
 
-def _project_forward(equation, x, kernel, layout, dims):
-    return project(equation, x, kernel, layout, dims), (x, kernel)
+def _columns_forward(x, values, slots, equation, places, layout):
+    return _columns(x, values, slots, equation, places, layout), (x, values)
 
 
-def _project_backward(equation, layout, dims, residuals, g):
-    x, kernel = residuals
+def _columns_backward(equation, places, layout, residuals, gs):
+    x, values = residuals
+    back, weigh = _transposed(equation)
+    dx = sum(
+        jnp.einsum(back, g, p.fetch(v, x.dtype), preferred_element_type=jnp.float32)
+        for g, v, p in zip(gs, values, places, strict=True)
+    )
+    dx = scatter_positions(layout, dx.astype(x.dtype))
+    x = gather_positions(layout, x)
+    dslots = [p.give(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32)) for g, p in zip(gs, places, strict=True)]
+    return dx, None, dslots
+
+
+_columns.defvjp(_columns_forward, _columns_backward)
+
+
+def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
+    """Row-parallel product: this device's heads or mlp part [B, T, ...] -> the sum over `tensor` [B, t, D].
+
+    Forward: the sum is scattered to positions (sequence parallel) or whole. Backward: the gradient's positions are gathered.
+    """
+    leaf: Weight = linear.kernel.get_value()
+    return linear.add_bias(_row(x, leaf.value, leaf.slot, equation, linear.place))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _row(x, value, slot, equation, place):
+    return scatter_positions(place.layout, jnp.einsum(equation, x, place.fetch(value, x.dtype)))
+
+
+def _row_forward(x, value, slot, equation, place):
+    return _row(x, value, slot, equation, place), (x, value)
+
+
+def _row_backward(equation, place, residuals, g):
+    x, value = residuals
+    back, weigh = _transposed(equation)
+    g = all_gather(place.layout, g, "tensor", 1) if place.layout.sequence_parallel else g
+    dx = jnp.einsum(back, g, place.fetch(value, x.dtype))
+    return dx, None, place.give(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32))
+
+
+_row.defvjp(_row_forward, _row_backward)
+
+
+def _transposed(equation: str) -> tuple[str, str]:
+    """Einsum equations of the gradients of input and weight of `equation`."""
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
-    dx = jnp.einsum(f"{out},{right}->{left}", g, _working(kernel, layout, dims, x.dtype))
-    dkernel = jnp.einsum(f"{left},{out}->{right}", x, g, preferred_element_type=jnp.float32)
-    return dx, layout.constrain(dkernel, dims, "gradient")
+    return f"{out},{right}->{left}", f"{left},{out}->{right}"
 
 
-project.defvjp(_project_forward, _project_backward)
+def gather_positions(layout: Layout, x: jax.Array) -> jax.Array:
+    """[B, t, ...] -> [B, T, ...]: under sequence parallelism, the positions of the devices of `tensor` joined."""
+    return all_gather(layout, x, "tensor", 1) if layout.sequence_parallel else x
 
 
-def add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """x + bias, added (and the bias gradient summed) in float32."""
-    return x if bias is None else (x.astype(jnp.float32) + bias).astype(x.dtype)
+def scatter_positions(layout: Layout, x: jax.Array) -> jax.Array:
+    """Partial sums [B, T, ...] -> their sum over `tensor`, [B, t, ...] under sequence parallelism, else whole."""
+    return reduce_scatter(layout, x, "tensor", 1) if layout.sequence_parallel else psum(layout, x, "tensor")
 
 
-def row_keys(seed: int, step: jax.Array, rows: jax.Array) -> jax.Array:
-    """One dropout key per row [B] of the step's global batch: from seed, step and the row's index in the whole batch.
-
-    A row's index says its microbatch and its place there, so masks depend neither on the mesh nor on how the batch is
-    cut into microbatches. Blocks fold in their layer and site.
-    """
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-
-
-def fold(keys: jax.Array | None, index: jax.Array | int) -> jax.Array | None:
-    """Row keys [B] for one layer or site; None stays None (no dropout)."""
-    return None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
-
-
-def dropout_mask(keys: jax.Array, rate: float, shape: Sequence[int]) -> jax.Array:
-    """[B, *shape] float32: 1 / (1 - rate) where kept, else 0."""
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, tuple(shape)))(keys)
-    return kept.astype(jnp.float32) / (1.0 - rate)
-
-
-def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
-    """Inverted dropout of [B, ...]; the identity for rate 0 or without keys (evaluation)."""
-    if rate == 0.0 or keys is None:
-        return x
-    return x * dropout_mask(keys, rate, x.shape[1:]).astype(x.dtype)
+def own_positions(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+    """Of T positions along `dim`, the t that this device has between blocks under sequence parallelism."""
+    count = x.shape[dim] // layout.size("tensor")
+    return jax.lax.dynamic_slice_in_dim(x, index(layout, "tensor") * count, count, dim)

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.model.vocabulary import ACTIVATIONS, TABLE, TOKENS
-from jaxtrain.sharding import TOKEN_AXES, Layout, manual, psum, reduce_gradient
+from jaxtrain.model.layers import gather_positions, scatter_positions
+from jaxtrain.model.vocabulary import Vocabulary
+from jaxtrain.model.weights import Weight
+from jaxtrain.sharding import index, pmax, psum
 
 IGNORE = -1  # a target of -1: this position has none
 
@@ -39,45 +41,46 @@ class LossSettings:
     softcap: float = 0.0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(x: jax.Array, table: jax.Array, targets: jax.Array, layout: Layout, settings: LossSettings) -> LossSums:
-    """Loss sums of final activations against the head.
+def cross_entropy(x: jax.Array, head: Vocabulary, targets: jax.Array, settings: LossSettings) -> LossSums:
+    """This device's loss sums of final activations against the head.
 
     Args:
-      x [B, T, D] in compute dtype; table [V, D] float32 in storage placement, V padded; targets [B, T] int32, -1 none.
+      x [B, t, D] in compute dtype; targets [B, T] int32, -1 for none.
 
-    Gradients flow from `objective` alone.
+    Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `tensor`, to be
+    added up over `sharding.TOKEN_AXES`.
     """
-    return _run(x, table, targets, layout, settings, with_gradients=False)[0]
+    leaf: Weight = head.table.get_value()
+    return _cross_entropy(x, leaf.value, leaf.slot, targets, head.place, settings)
 
 
-def _forward(x, table, targets, layout, settings):
-    sums, dx, dtable = _run(x, table, targets, layout, settings, with_gradients=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _cross_entropy(x, value, slot, targets, place, settings):
+    return _run(x, value, targets, place, settings, with_gradients=False)[0]
+
+
+def _forward(x, value, slot, targets, place, settings):
+    sums, dx, dtable = _run(x, value, targets, place, settings, with_gradients=True)
     return sums, (dx, dtable)
 
 
-def _backward(layout, settings, residuals, g):
+def _backward(place, settings, residuals, g):
     dx, dtable = residuals
-    return (dx * g.objective).astype(dx.dtype), dtable * g.objective, None
+    return (dx * g.objective).astype(dx.dtype), None, dtable * g.objective, None
 
 
-cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward)
 
 
-def _run(x, table, targets, layout, settings, with_gradients):
-    function = functools.partial(_local, layout=layout, settings=settings, with_gradients=with_gradients)
-    out = [None, *([ACTIVATIONS, ("gradient", TABLE)] if with_gradients else [])]
-    run = manual(layout, function, [ACTIVATIONS, ("compute", TABLE), TOKENS], out)
-    return run(x, table.astype(x.dtype), targets)
-
-
-def _local(x, table, targets, layout, settings, with_gradients):
-    """One device: its tokens against its part of the vocabulary, chunk by chunk."""
+def _run(x, value, targets, place, settings, with_gradients):
+    """All chunks: (LossSums, dx [B, t, D], table gradient in gradient placement), the last two only if asked for."""
+    layout, table = place.layout, place.fetch(value, x.dtype)
     tokens, width = targets.size, x.shape[-1]
     chunk = min(settings.chunk_tokens, tokens)
     count = -(-tokens // chunk)
     fill = count * chunk - tokens
-    xs = jnp.pad(x.reshape(tokens, width), ((0, fill), (0, 0))).reshape(count, chunk, width)
+    xs = gather_positions(layout, x).reshape(tokens, width)
+    xs = jnp.pad(xs, ((0, fill), (0, 0))).reshape(count, chunk, width)
     ys = jnp.pad(targets.reshape(tokens), (0, fill), constant_values=IGNORE).reshape(count, chunk)
 
     def one(carry, chunk_of):
@@ -86,19 +89,18 @@ def _local(x, table, targets, layout, settings, with_gradients):
         dx = None
         if with_gradients:
             dlogits = dlogits.astype(x.dtype)
-            dx = psum(layout, jnp.dot(dlogits, table, preferred_element_type=jnp.float32), ("tensor",)).astype(x.dtype)
+            dx = jnp.dot(dlogits, table)  # of this device's part of the vocabulary
             dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
         return (objective + chunk_objective, nll + chunk_nll, dtable), dx
 
     zero = jnp.zeros((), jnp.float32)
     start = (zero, zero, jnp.zeros(table.shape, jnp.float32) if with_gradients else None)
     (objective, nll, dtable), dx = jax.lax.scan(one, start, (xs, ys))
-    targets_here = jnp.sum(targets != IGNORE).astype(jnp.float32)
-    sums = LossSums(*(psum(layout, value, TOKEN_AXES) for value in (objective, nll, targets_here)))
+    sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32))
     if not with_gradients:
-        return (sums,)
-    dx = dx.reshape(count * chunk, width)[:tokens].reshape(x.shape)
-    return sums, dx, reduce_gradient(layout, dtable, TABLE)
+        return sums, None, None
+    dx = dx.reshape(count * chunk, width)[:tokens].reshape(*targets.shape, width)
+    return sums, scatter_positions(layout, dx), place.give(dtable)
 
 
 def _chunk(x, y, table, layout, settings):
@@ -108,23 +110,22 @@ def _chunk(x, y, table, layout, settings):
     if settings.softcap:
         capped = settings.softcap * jnp.tanh(logits / settings.softcap)
         slope, logits = 1.0 - (capped / settings.softcap) ** 2, capped
-    shard = jax.lax.axis_index("tensor") if layout.size("tensor") > 1 else 0
-    ids = shard * table.shape[0] + jnp.arange(table.shape[0])
+    ids = index(layout, "tensor") * table.shape[0] + jnp.arange(table.shape[0])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)
     # A shard may hold nothing but padding: the largest logit over all shards is finite all the same.
-    top = jax.lax.pmax(top, "tensor") if layout.size("tensor") > 1 else top
+    top = pmax(layout, top, "tensor")
     exp = jnp.where(real, jnp.exp(logits - top[:, None]), 0.0)
-    total = psum(layout, exp.sum(-1), ("tensor",))
+    total = psum(layout, exp.sum(-1), "tensor")
     log_z = jnp.log(total) + top
     hit = ids == y[:, None]
-    label_logit = psum(layout, jnp.where(hit, logits, 0.0).sum(-1), ("tensor",))
+    label_logit = psum(layout, jnp.where(hit, logits, 0.0).sum(-1), "tensor")
     weight = (y != IGNORE).astype(jnp.float32)
     nll = log_z - label_logit
     objective, smoothing = nll, settings.label_smoothing
     dlogits = exp / total[:, None] * (1.0 + 2.0 * settings.z_loss * log_z)[:, None] - (1.0 - smoothing) * hit
     if smoothing:
-        mean_logit = psum(layout, jnp.where(real, logits, 0.0).sum(-1), ("tensor",)) / settings.vocab_size
+        mean_logit = psum(layout, jnp.where(real, logits, 0.0).sum(-1), "tensor") / settings.vocab_size
         objective = (1.0 - smoothing) * nll + smoothing * (log_z - mean_logit)
         dlogits = dlogits - smoothing / settings.vocab_size * real
     objective = objective + settings.z_loss * log_z**2

@@ -8,7 +8,7 @@ import jax
 import ml_collections
 from flax import nnx
 
-from jaxtrain.model.layers import Linear, add_bias, project
+from jaxtrain.model.layers import Linear, columns, row
 from jaxtrain.sharding import Layout
 
 ACTIVATIONS = {
@@ -25,24 +25,20 @@ class Mlp(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, out_stddev: float):
         d, f = model.embed_dim, model.mlp_dim
-        hidden_bias = ((f,), ("mlp",)) if model.mlp_bias else None
-        into = functools.partial(Linear, rngs, (d, f), ("embed", "mlp"), model.init_stddev, hidden_bias)
+        bias = ((f,), ("mlp",)) if model.mlp_bias else None
+        into = functools.partial(Linear, rngs, (d, f), ("embed", "mlp"), model.init_stddev, layout, bias)
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
-        self.down = Linear(rngs, (f, d), ("mlp", "embed"), out_stddev, ((d,), ("vector",)) if model.mlp_bias else None)
-        self.activation, self.layout = model.mlp, layout
+        bias = ((d,), ("vector",)) if model.mlp_bias else None
+        self.down = Linear(rngs, (f, d), ("mlp", "embed"), out_stddev, layout, bias, bias_split=layout.sequence_parallel)
+        self.activation = model.mlp
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+        """[B, t, D] -> [B, t, D]."""
         act = ACTIVATIONS[self.activation]
         if self.gate is None:
-            hidden = act(self._into(self.up, x))
+            hidden = act(columns(x, "BTD,DF->BTF", self.up)[0])
         else:
-            hidden = act(self._into(self.gate, x)) * self._into(self.up, x)
-        y = project("BTF,FD->BTD", hidden, self.down.kernel[...], self.layout, ("mlp", "embed"))
-        return add_bias(y, None if self.down.bias is None else self.down.bias[...])
-
-    def _into(self, linear, x):
-        y = project("BTD,DF->BTF", x, linear.kernel[...], self.layout, ("embed", "mlp"))
-        y = add_bias(y, None if linear.bias is None else linear.bias[...])
-        return self.layout.constrain(y, ("batch", "length", "mlp"))
+            gate, up = columns(x, "BTD,DF->BTF", self.gate, self.up)
+            hidden = act(gate) * up
+        return row(hidden, "BTF,FD->BTD", self.down)

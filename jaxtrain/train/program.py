@@ -19,21 +19,23 @@ from jaxtrain import precision, runtime
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names
 from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
-from jaxtrain.sharding import Layout, make_layout, tree_shardings
+from jaxtrain.model.weights import Weight
+from jaxtrain.sharding import TOKEN_AXES, Layout, make_layout, per_device, place, psum, tree_shardings
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import Batch, make_gradients, make_train_step, mean_losses
+from jaxtrain.train.step import Batch, make_gradients, make_train_step, mean, mean_losses
 from jaxtrain.validate import require_valid
 
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """Everything about training that is compiled. All functions are jitted, with their output shardings set."""
 
     config: ml_collections.ConfigDict
     layout: Layout
     model: ml_collections.FrozenConfigDict
+    dtype: Any  # of activations
     dims: Any  # nested dict like the weights, of dimension names
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_shape: tuple[int, int, int]  # [M, b, T]
@@ -109,7 +111,6 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     whole = layout.sharding((), "activation")
     param_shardings = tree_shardings(layout, abstract_params, dims, "storage")
-    gradient_shardings = tree_shardings(layout, abstract_params, dims, "gradient")
     opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims)
     state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
 
@@ -119,28 +120,58 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 
     settings = LossSettings(
-        model.vocab_size, config.memory.loss_chunk_tokens, config.train.z_loss, config.train.label_smoothing, model.logit_softcap
+        model.vocab_size,
+        config.memory.loss_chunk_tokens,
+        config.train.z_loss,
+        config.train.label_smoothing,
+        model.logit_softcap,
     )
+    plain = dataclasses.replace(settings, z_loss=0.0, label_smoothing=0.0)
+    dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
+    rows, count = config.data.global_batch_rows, config.train.accumulation_steps
 
-    def loss(params, batch, keys, settings=settings):
-        decoder = merge(params)
-        x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], keys)
-        return cross_entropy(x, decoder.head_table, batch["targets"], layout, settings)
+    # What follows, down to `device_logits`, is code of one device.
 
-    def logits(params, batch):
-        decoder = merge(params)
-        return decoder.logits(decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])[0])
+    def loss(weights, slots, batch, step, microbatch):
+        decoder = merge(jax.tree.map(Weight, weights, slots))
+        own = batch["tokens"].shape[0]
+        first = microbatch * (rows // count) + place(layout, "batch") * own
+        key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
+        x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
+        return cross_entropy(x, decoder.output, batch["targets"], settings)
+
+    def slots(weights):
+        shapes = jax.tree.map(lambda a, d: layout.local_shape(d, "gradient", a.shape), abstract_params, dims)
+        return jax.tree.map(lambda _, shape: jnp.zeros(shape, jnp.float32), weights, shapes)
+
+    accumulate = make_gradients(loss, slots)
+
+    def device_gradients(weights, batch, step):
+        sums, gradients = accumulate(weights, batch, step)
+        return psum(layout, sums, *TOKEN_AXES), gradients
+
+    def device_evaluation(weights, batch):
+        decoder = merge(jax.tree.map(Weight, weights))
+        x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
+        return (psum(layout, cross_entropy(x, decoder.output, batch["targets"], plain), *TOKEN_AXES),)
+
+    def device_logits(weights, batch):
+        decoder = merge(jax.tree.map(Weight, weights))
+        return (decoder.logits(decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])[0]),)
+
+    stored, rows_dims = ("storage", dims), ("activation", ("batch", "length"))
+    gradients = per_device(
+        layout, device_gradients, [stored, ("activation", ("microbatch", "batch", "length")), None], [None, ("gradient", dims)]
+    )
+    evaluation = per_device(layout, device_evaluation, [stored, rows_dims], [None])
+    logits = per_device(layout, device_logits, [stored, rows_dims], [("activation", ("batch", "length", "vocab"))])
 
     def loss_and_grads(params, batch, step):
         sums, grads = gradients(params, batch, step)
+        grads = mean(sums, grads)
         return mean_losses(sums) | {"grad_norm": optimizers.global_norm(grads)}, grads
 
-    plain = dataclasses.replace(settings, z_loss=0.0, label_smoothing=0.0)
-    dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
-    place = lambda grads: jax.lax.with_sharding_constraint(grads, gradient_shardings)
-    gradients = make_gradients(loss, place, config.train.seed, dropout)
     train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm)
-    rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings
     )
@@ -148,6 +179,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         config=config,
         layout=layout,
         model=model,
+        dtype=dtype,
         dims=dims,
         abstract_state=abstract_state,
         batch_shape=(count, rows // count, config.data.seq_len_tokens),
@@ -155,9 +187,11 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=runtime.run_once_options(platform)),
         train_step=jax.jit(train_step, out_shardings=(state_shardings, whole), donate_argnums=0),
-        eval_step=jax.jit(lambda params, batch: loss(params, batch, None, plain), out_shardings=whole),
-        loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
-        logits=jax.jit(logits, out_shardings=whole),
+        eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
+        loss_and_grads=jax.jit(
+            loss_and_grads, out_shardings=(whole, tree_shardings(layout, abstract_params, dims, "gradient"))
+        ),
+        logits=jax.jit(lambda params, batch: logits(params, batch)[0][..., : model.vocab_size], out_shardings=whole),
         merge=merge,
     )
 

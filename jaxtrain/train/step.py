@@ -9,47 +9,50 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.model.layers import row_keys
 from jaxtrain.model.loss import LossSums
 from jaxtrain.optimizer import global_norm
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
-LossFunction = Callable[[Any, Batch, jax.Array | None], LossSums]
+LossFunction = Callable[[Any, Any, Batch, jax.Array, jax.Array | int], LossSums]
 
 
-def make_gradients(loss: LossFunction, place: Callable[[Any], Any], seed: int, dropout: bool) -> Callable:
-    """`(params, batch, step) -> (LossSums, mean gradients)` over all microbatches of a batch [M, b, T].
+def make_gradients(loss: LossFunction, slots: Callable[[Any], Any]) -> Callable:
+    """`(weights, batch, step) -> (LossSums, gradients)` summed over the microbatches of this device's batch [M, b, T].
 
     Sums of losses, gradients (float32) and targets run through the microbatches and are divided once, by the number of
-    targets of the whole batch: a mean of means would weigh microbatches with few targets too much.
+    targets of the whole batch (`mean`): a mean of means would weigh microbatches with few targets too much.
+
+    Args:
+      loss: `(weights, slots, batch [b, T], step, microbatch) -> LossSums`; gradients are those of `objective` by the slots.
+      slots: weights -> zeros like their gradients.
     """
 
-    def objective(params, batch, keys):
-        sums = loss(params, batch, keys)
+    def objective(zeros, weights, batch, step, number):
+        sums = loss(weights, zeros, batch, step, number)
         return sums.objective, sums
 
-    def microbatch(params, batch, step, index):
-        rows = index * batch["tokens"].shape[0] + jnp.arange(batch["tokens"].shape[0])
-        keys = row_keys(seed, step, rows) if dropout else None
-        (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(params, batch, keys)
-        return sums, place(gradients)
-
-    def gradients(params, batch, step):
-        count = batch["tokens"].shape[0]
+    def gradients(weights, batch, step):
+        zeros, count = slots(weights), batch["tokens"].shape[0]
+        differentiate = jax.grad(objective, has_aux=True)
         if count == 1:
-            sums, total = microbatch(params, jax.tree.map(lambda x: x[0], batch), step, 0)
-        else:
+            total, sums = differentiate(zeros, weights, jax.tree.map(lambda x: x[0], batch), step, 0)
+            return sums, total
 
-            def add(total, xs):
-                return jax.tree.map(jnp.add, total, microbatch(params, xs[0], step, xs[1])), None
+        def add(total, xs):
+            grads, sums = differentiate(zeros, weights, *xs[:1], step, xs[1])
+            return jax.tree.map(jnp.add, total, (sums, grads)), None
 
-            zeros = (LossSums(*[jnp.zeros((), jnp.float32)] * 3), place(jax.tree.map(jnp.zeros_like, params)))
-            (sums, total), _ = jax.lax.scan(add, zeros, (batch, jnp.arange(count)))
-        share = 1.0 / jnp.maximum(sums.targets, 1.0)
-        return sums, jax.tree.map(lambda g: g * share, total)
+        start = (LossSums(*[jnp.zeros((), jnp.float32)] * 3), zeros)
+        return jax.lax.scan(add, start, (batch, jnp.arange(count)))[0]
 
     return gradients
+
+
+def mean(sums: LossSums, gradients: Any) -> Any:
+    """Gradients of the mean loss per target; zero for a batch without targets."""
+    share = 1.0 / jnp.maximum(sums.targets, 1.0)
+    return jax.tree.map(lambda g: g * share, gradients)
 
 
 def make_train_step(gradients: Callable, optimizer: optax.GradientTransformation, clip_norm: float) -> Callable:
@@ -57,6 +60,7 @@ def make_train_step(gradients: Callable, optimizer: optax.GradientTransformation
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         sums, grads = gradients(state.params, batch, state.step)
+        grads = mean(sums, grads)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm)
         if clip_norm:

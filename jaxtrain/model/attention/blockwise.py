@@ -1,7 +1,7 @@
 """Attention in blocks of queries and keys that never holds T x S scores, in plain XLA (FlashAttention-2; Dao 2023).
 
 Only the output and one log-sum-exp per query are kept; the backward recomputes each block's scores. Blocks that causal
-order or the sliding window hide altogether are not computed. Runs by hand on each device's own rows and heads.
+order or the sliding window hide altogether are not computed. Code of one device, with its own rows, queries and heads.
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.mask import visible
-from jaxtrain.sharding import Layout, manual, psum
-
-QUERIES = ("activation", ("batch", "length", "heads", "group", "head_dim"))
-KEYS = ("activation", ("batch", "key_length", "heads", "head_dim"))
-PER_QUERY = ("activation", ("batch", "heads", "group", "length"))
-QUERY_SEGMENTS = ("activation", ("batch", "length"))
-KEY_SEGMENTS = ("activation", ("batch", "key_length"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,38 +25,20 @@ class Settings:
     block: int = 256
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def attend(q, k, v, query_segments, key_segments, window, layout: Layout, settings: Settings) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def attend(q, k, v, query_segments, key_segments, start, window, settings: Settings) -> jax.Array:
     """As `reference.attend`, causal, with documents and window instead of a mask.
 
     Args:
-      q [B, T, K, G, H] split over `sequence` along T; k, v [B, S, K, H] whole along S = T; one float dtype.
-      query_segments [B, T], key_segments [B, S] int32, 0 padding; window: int32 scalar, 0 for all.
+      q [B, T, K, G, H]: queries at places start..start+T-1 of the row; k, v [B, S, K, H]: the whole row; one float dtype.
+      query_segments [B, T], key_segments [B, S] int32, 0 padding; start, window: int32 scalars (window 0: all).
     """
-    return _forward(q, k, v, query_segments, key_segments, window, layout, settings)[0]
+    return _forward(q, k, v, query_segments, key_segments, start, window, settings)[0]
 
 
-def _forward(q, k, v, query_segments, key_segments, window, layout, settings):
-    local = functools.partial(_local_forward, layout=layout, settings=settings)
-    in_dims = [QUERIES, KEYS, KEYS, QUERY_SEGMENTS, KEY_SEGMENTS, None]
-    inputs = (q, k, v, query_segments, key_segments, window)
-    out, lse = manual(layout, local, in_dims, [QUERIES, PER_QUERY])(*inputs)
-    return out, (*inputs, out, lse)
-
-
-def _backward(layout, settings, residuals, g):
-    local = functools.partial(_local_backward, layout=layout, settings=settings)
-    in_dims = [QUERIES, KEYS, KEYS, QUERY_SEGMENTS, KEY_SEGMENTS, None, QUERIES, PER_QUERY, QUERIES]
-    dq, dk, dv = manual(layout, local, in_dims, [QUERIES, KEYS, KEYS])(*residuals, g)
-    return dq, dk, dv, None, None, None
-
-
-attend.defvjp(_forward, _backward)
-
-
-def _local_forward(q, k, v, query_segments, key_segments, window, layout, settings):
-    """One device: [b, t, K, G, H] queries against [b, S, K, H] keys. Returns output, log-sum-exp [b, K, G, t] float32."""
-    blocks = _Blocks(q, k, query_segments, key_segments, window, layout, settings)
+def _forward(q, k, v, query_segments, key_segments, start, window, settings):
+    """Output, and for the backward also one log-sum-exp [B, K, G, T] float32 per query."""
+    blocks = _Blocks(q, k, query_segments, key_segments, start, window, settings)
 
     def one_query_block(_, i):
         q_i = blocks.queries(q, i)
@@ -82,8 +57,8 @@ def _local_forward(q, k, v, query_segments, key_segments, window, layout, settin
             return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
 
         shape = (*q_i.shape[:1], *q_i.shape[2:4], blocks.query_block)
-        start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
-        top, total, acc = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, start)
+        empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
+        top, total, acc = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, empty)
         some = total > 0.0
         out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
         lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), 0.0)
@@ -92,11 +67,13 @@ def _local_forward(q, k, v, query_segments, key_segments, window, layout, settin
     _, (out, lse) = jax.lax.scan(one_query_block, None, jnp.arange(blocks.num_query_blocks))
     out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
     lse = jnp.moveaxis(lse, 0, 3).reshape(*lse.shape[1:4], -1)
-    return out[:, : q.shape[1]], lse[..., : q.shape[1]]
+    out, lse = out[:, : q.shape[1]], lse[..., : q.shape[1]]
+    return out, (q, k, v, query_segments, key_segments, start, window, out, lse)
 
 
-def _local_backward(q, k, v, query_segments, key_segments, window, out, lse, g, layout, settings):
-    blocks = _Blocks(q, k, query_segments, key_segments, window, layout, settings)
+def _backward(settings, residuals, g):
+    q, k, v, query_segments, key_segments, start, window, out, lse = residuals
+    blocks = _Blocks(q, k, query_segments, key_segments, start, window, settings)
     delta = jnp.einsum("BTKGH,BTKGH->BKGT", g, out, preferred_element_type=jnp.float32)  # row sums of P * dP
 
     def one_query_block(carry, i):
@@ -115,29 +92,28 @@ def _local_backward(q, k, v, query_segments, key_segments, window, out, lse, g, 
             dv_j = jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(g.dtype), g_i, preferred_element_type=jnp.float32)
             return dq_i, blocks.add_keys(dk, dk_j, j), blocks.add_keys(dv, dv_j, j)
 
-        dq_i, dk, dv = jax.lax.fori_loop(
-            blocks.first(i), blocks.last(i), add, (jnp.zeros(q_i.shape, jnp.float32), *carry)
-        )
+        dq_i, dk, dv = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, (jnp.zeros(q_i.shape, jnp.float32), *carry))
         return (dk, dv), dq_i.astype(q.dtype)
 
     zero = jnp.zeros((k.shape[0], blocks.num_key_blocks * blocks.key_block, *k.shape[2:]), jnp.float32)
     (dk, dv), dq = jax.lax.scan(one_query_block, (zero, zero), jnp.arange(blocks.num_query_blocks))
     dq = jnp.moveaxis(dq, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
-    # Every device of `sequence` saw all keys with its own queries.
-    dk, dv = (psum(layout, x[:, : k.shape[1]], ("sequence",)).astype(k.dtype) for x in (dk, dv))
-    return dq, dk, dv
+    dk, dv = (x[:, : k.shape[1]].astype(k.dtype) for x in (dk, dv))
+    return dq, dk, dv, None, None, None, None
+
+
+attend.defvjp(_forward, _backward)
 
 
 class _Blocks:
-    """How one device's queries and keys are cut, and the scores of a pair of blocks."""
+    """How queries and keys are cut, and the scores of a pair of blocks."""
 
-    def __init__(self, q, k, query_segments, key_segments, window, layout, settings):
+    def __init__(self, q, k, query_segments, key_segments, start, window, settings):
         self.settings, self.window = settings, window
         self.query_block, self.key_block = min(settings.block, q.shape[1]), min(settings.block, k.shape[1])
         self.num_query_blocks = math.ceil(q.shape[1] / self.query_block)
         self.num_key_blocks = math.ceil(k.shape[1] / self.key_block)
-        place = jax.lax.axis_index("sequence") if layout.size("sequence") > 1 else 0
-        self.offset = place * q.shape[1]  # of this device's first query in the row
+        self.offset = start
         self.query_segments, self.key_segments = query_segments, key_segments
 
     def queries(self, x, i, axis=1):

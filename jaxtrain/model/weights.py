@@ -1,0 +1,116 @@
+"""A weight inside the step: how a device gets the part it multiplies with, and where its gradient goes.
+
+Products take a working weight that may be sharded (ZeRO-3) and give back a float32 gradient in the placement its sum is
+kept in. The gradient does not return as the cotangent of the weight, whose dtype it would have to share, but as that of a
+`slot`: zeros that nobody reads, in the gradient's own shape and dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A leaf of the model's weights in the step. `slot` is None when no gradient is wanted."""
+
+    value: jax.Array  # working placement
+    slot: jax.Array | None = None  # float32 zeros; its gradient is the weight's
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a weight is and goes. Static.
+
+    Attributes:
+      dims: names of its dimensions, as stored, without the layers.
+      split_inputs: its products see different inputs on the devices of `tensor` although it is whole there (a norm scale
+        under sequence parallelism, a scale on heads), so that its gradient must be summed over them.
+    """
+
+    layout: Layout
+    dims: Dims
+    split_inputs: bool = False
+
+    def fetch(self, value: jax.Array, dtype: Any) -> jax.Array:
+        """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
+        value = value.astype(dtype)
+        for dim, name in enumerate(self.dims):
+            if "fsdp" in self.layout.axes(name, "working"):
+                value = all_gather(self.layout, value, "fsdp", dim)
+            if name in ("heads", "kv_heads") and not self.layout.divided(name):
+                value = self._pick_heads(value, dim, name)
+        return value
+
+    def give(self, gradient: jax.Array) -> jax.Array:
+        """A float32 gradient like what `fetch` returned, summed over all tokens, in gradient placement."""
+        layout = self.layout
+        for dim, name in enumerate(self.dims):
+            if name in ("heads", "kv_heads") and not layout.divided(name):
+                gradient = psum(layout, self._return_heads(gradient, dim, name), "tensor")
+        if self.split_inputs:
+            gradient = psum(layout, gradient, "tensor")
+        rest = list(TOKEN_AXES)
+        for dim, name in enumerate(self.dims):
+            if "fsdp" in layout.axes(name, "gradient"):
+                gradient = reduce_scatter(layout, gradient, "fsdp", dim)
+                rest.remove("fsdp")
+        return psum(layout, gradient, *rest)
+
+    def _pick_heads(self, value, dim, name):
+        """This device's heads of whole, unpadded ones."""
+        start, count = self._own_heads(name)
+        return jax.lax.dynamic_slice_in_dim(_pad_heads(value, dim, name, self.layout.heads), start, count, dim)
+
+    def _return_heads(self, gradient, dim, name):
+        """The transpose of `_pick_heads`: zeros but for this device's heads, padding dropped."""
+        start, _ = self._own_heads(name)
+        shape = list(gradient.shape)
+        heads = self.layout.heads
+        shape[dim] = heads.padded_kv_heads * (heads.padded_group if name == "heads" else 1)
+        whole = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, gradient.dtype), gradient, start, dim)
+        return _unpad_heads(whole, dim, name, heads)
+
+    def _own_heads(self, name):
+        heads, device = self.layout.heads, index(self.layout, "tensor")
+        own_kv = heads.compute_kv_heads // self.layout.size("tensor")
+        if name == "heads":
+            return device * own_kv * heads.compute_group, own_kv * heads.compute_group
+        return device * own_kv // heads.repeat, own_kv  # neighbours share a head when there are fewer than devices
+
+
+def _pad_heads(x, dim, name, heads):
+    """Zero heads where `heads` pads: whole key/value heads, and query heads within each group."""
+    if name == "kv_heads":
+        return _pad(x, dim, heads.padded_kv_heads)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    x = x.reshape(*before, heads.kv_heads, heads.group, *after)
+    x = _pad(_pad(x, dim, heads.padded_kv_heads), dim + 1, heads.padded_group)
+    return x.reshape(*before, -1, *after)
+
+
+def _unpad_heads(x, dim, name, heads):
+    if name == "kv_heads":
+        return jax.lax.slice_in_dim(x, 0, heads.kv_heads, axis=dim)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    x = x.reshape(*before, heads.padded_kv_heads, heads.padded_group, *after)
+    x = jax.lax.slice_in_dim(jax.lax.slice_in_dim(x, 0, heads.kv_heads, axis=dim), 0, heads.group, axis=dim + 1)
+    return x.reshape(*before, -1, *after)
+
+
+def _pad(x, dim, size):
+    if x.shape[dim] == size:
+        return x
+    return jnp.pad(x, [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)])
+
+
+def own_heads_of(x: jax.Array, dim: int, layout: Layout) -> jax.Array:
+    """This device's query heads of an array that has all of them, unpadded, along `dim` (dropout factors)."""
+    return Place(layout, ())._pick_heads(x, dim, "heads")
