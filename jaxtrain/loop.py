@@ -57,9 +57,9 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
             compiling = pool.submit(_compile_step, program)
             state, _, start = restored or (program.init(config.train.seed), None, 0)
             step_compiled, compile_s = compiling.result()
-        log.info(
-            "Step compiled in %.1f s%s", compile_s, f"; continuing from the checkpoint of step {start}" if restored else ""
-        )
+        log.info("Step compiled in %.1f s", compile_s)
+        if restored:
+            log.info("Continuing from the checkpoint of step %d", start)
         resolved = _resolved(config, program)
         if jax.process_index() == 0:
             configs.save(resolved, workdir / "config.json")
@@ -169,7 +169,7 @@ class _Session:
         if stop:
             raise UserError(
                 f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
-                "are those before the first of them. Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look at "
+                "are those before the first of them. Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or see "
                 "the data of these steps; the same command continues from the newest checkpoint"
             )
 

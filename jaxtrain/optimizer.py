@@ -109,7 +109,10 @@ def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) 
 
     Other leaves are step counts and Adafactor's factored statistics, which are small and kept whole.
     """
-    path_of = lambda path: tuple(getattr(key, "key", None) for key in path)
+
+    def path_of(path):
+        return tuple(getattr(key, "key", None) for key in path)
+
     leaves, names = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(dims, is_leaf=_is_dims)
     weights = {path_of(path): (leaf.shape, d) for (path, leaf), d in zip(leaves, names, strict=True)}
 

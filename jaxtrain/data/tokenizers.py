@@ -15,6 +15,8 @@ from jaxtrain.errors import UserError
 
 
 class Tokenizer(Protocol):
+    """What packing and sampling need of a tokenizer."""
+
     name: str
     vocab_size: int
     bos_id: int

@@ -42,7 +42,7 @@ class Block(nnx.Module):
         self.model, self.layout = model, layout
 
     def __call__(self, x: jax.Array, rows: Rows, keys: tuple | None, window: jax.Array | int, cache: Cache | None = None):
-        """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: this layer's dropout keys, [B, t] and [B, T]."""
+        """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: the layer's dropout keys, [B, t] and [B, T]."""
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
         attended, cache = self.attention(self.attention_norm(x), rows, window, query_keys, cache)

@@ -111,6 +111,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     whole = layout.sharding((), "activation")
     param_shardings = tree_shardings(layout, abstract_params, dims, "storage")
+    gradient_shardings = tree_shardings(layout, abstract_params, dims, "gradient")
     opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims)
     state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
 
@@ -188,9 +189,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=runtime.run_once_options(platform)),
         train_step=jax.jit(train_step, out_shardings=(state_shardings, whole), donate_argnums=0),
         eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
-        loss_and_grads=jax.jit(
-            loss_and_grads, out_shardings=(whole, tree_shardings(layout, abstract_params, dims, "gradient"))
-        ),
+        loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
         logits=jax.jit(lambda params, batch: logits(params, batch)[0][..., : model.vocab_size], out_shardings=whole),
         merge=merge,
     )

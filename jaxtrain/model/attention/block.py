@@ -39,6 +39,14 @@ class Cache:
     values: jax.Array
     segments: jax.Array
 
+    def write(self, keys: jax.Array, values: jax.Array, rows: Rows) -> Cache:
+        """The cache with new positions [B, T, K, H] at the places of `rows`."""
+
+        def put(old, new):
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), rows.index[0], 1)
+
+        return Cache(put(self.keys, keys), put(self.values, values), put(self.segments, rows.segments))
+
 
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023); K = N is multi-head, K = 1 multi-query."""
@@ -71,8 +79,7 @@ class Attention(nnx.Module):
             q, k = rotate(q, *rows.rope), rotate(k, *rows.rope)
         segments = rows.key_segments
         if cache is not None:
-            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), rows.index[0], 1)
-            cache = Cache(write(cache.keys, k), write(cache.values, v), write(cache.segments, rows.segments))
+            cache = cache.write(k, v, rows)
             k, v, segments = cache.keys, cache.values, cache.segments
         else:
             k, v = whole_row(k, self.layout), whole_row(v, self.layout)
