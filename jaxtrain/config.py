@@ -128,7 +128,12 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
     },
     "memory": {
-        "remat": Setting("none", "full: keep only block inputs and recompute the rest backward.", choices=("none", "full")),
+        "remat": Setting(
+            "dots",
+            "What is recomputed in the backward. none: nothing; dots: all but what matrix products and attention give; "
+            "full: all but the blocks' inputs.",
+            choices=("none", "dots", "full"),
+        ),
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },
     "optimizer": {

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+
+# The named activations of a block: what its products give, and what attention keeps. `name` marks them in the model.
+NAMES = ("attention_in", "qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 
 # setting -> policy of jax.checkpoint; None: no checkpoint at all
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
+    "dots": jax.checkpoint_policies.save_only_these_names(*NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+def name(x: Any, name: str) -> Any:
+    """Marks an activation (or a tree of them) for the policies. Raises ValueError for a name that is not in NAMES."""
+    if name not in NAMES:
+        raise ValueError(f"unknown activation name {name!r}; known: {', '.join(NAMES)}")
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
 
 def rematerialize(block: Callable, remat: str) -> Callable:

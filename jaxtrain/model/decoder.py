@@ -15,7 +15,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from jaxtrain.memory import rematerialize
+from jaxtrain.memory import name, rematerialize
 from jaxtrain.model import rope
 from jaxtrain.model.attention.block import Attention, Cache, Rows
 from jaxtrain.model.dropout import dropout, fold
@@ -45,9 +45,11 @@ class Block(nnx.Module):
         """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: the layer's dropout keys, [B, t] and [B, T]."""
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
-        attended, cache = self.attention(self.attention_norm(x), rows, window, query_keys, cache)
+        attended, cache = self.attention(name(self.attention_norm(x), "attention_in"), rows, window, query_keys, cache)
         x = self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0]))
-        return self._add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm, fold(keys, RESIDUAL_SITES[1])), cache
+        return self._add(
+            x, self.mlp(name(self.mlp_norm(x), "mlp_in")), self.mlp_post_norm, fold(keys, RESIDUAL_SITES[1])
+        ), cache
 
     def _add(self, x, branch, post_norm, keys):
         branch = branch if post_norm is None else post_norm(branch)

@@ -8,6 +8,7 @@ import jax
 import ml_collections
 from flax import nnx
 
+from jaxtrain.memory import name
 from jaxtrain.model.layers import Linear, columns, row
 from jaxtrain.sharding import Layout
 
@@ -37,8 +38,8 @@ class Mlp(nnx.Module):
         """[B, t, D] -> [B, t, D]."""
         act = ACTIVATIONS[self.activation]
         if self.gate is None:
-            hidden = act(columns(x, "BTD,DF->BTF", self.up)[0])
+            hidden = act(name(columns(x, "BTD,DF->BTF", self.up)[0], "mlp_hidden"))
         else:
-            gate, up = columns(x, "BTD,DF->BTF", self.gate, self.up)
+            gate, up = name(columns(x, "BTD,DF->BTF", self.gate, self.up), "mlp_hidden")
             hidden = act(gate) * up
-        return row(hidden, "BTF,FD->BTD", self.down)
+        return name(row(hidden, "BTF,FD->BTD", self.down), "mlp_out")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
+from jaxtrain.memory import name
 from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import visible
 from jaxtrain.model.dropout import factors
@@ -72,7 +73,7 @@ class Attention(nnx.Module):
 
         `keys`: [B, T] dropout keys, one per query, or None.
         """
-        q, k, v = columns(x, "BTD,DNH->BTNH", self.query, self.key, self.value)
+        q, k, v = name(columns(x, "BTD,DNH->BTNH", self.query, self.key, self.value), "qkv")
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rows.rope is not None:
@@ -85,7 +86,7 @@ class Attention(nnx.Module):
             k, v = whole_row(k, self.layout), whole_row(v, self.layout)
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
         out = self._attend(grouped, k, v, rows, segments, window, keys, "reference" if cache else self.backend)
-        return row(out.reshape(q.shape), "BTNH,NHD->BTD", self.out), cache
+        return name(row(out.reshape(q.shape), "BTNH,NHD->BTD", self.out), "attention_out"), cache
 
     def _attend(self, q, k, v, rows, segments, window, keys, backend):
         model, scale = self.model, self.model.attention_scale or self.model.head_dim**-0.5

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.memory import name
 from jaxtrain.model.attention.mask import visible
 
 
@@ -22,7 +23,7 @@ class Settings:
 
     scale: float
     softcap: float = 0.0
-    block: int = 256
+    block: int = 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -39,35 +40,36 @@ def attend(q, k, v, query_segments, key_segments, start, window, settings: Setti
 def _forward(q, k, v, query_segments, key_segments, start, window, settings):
     """Output, and for the backward also one log-sum-exp [B, K, G, T] float32 per query."""
     blocks = _Blocks(q, k, query_segments, key_segments, start, window, settings)
+    heads_q, heads_k, heads_v = _heads_first(q), _heads_first(k), _heads_first(v)
 
     def one_query_block(_, i):
-        q_i = blocks.queries(q, i)
+        q_i = blocks.queries(heads_q, i)
 
         def add(j, carry):
             top, total, acc = carry
-            scores, mask, _ = blocks.scores(q_i, blocks.keys(k, j), i, j)
-            new_top = jnp.maximum(top, jnp.where(mask, scores, -jnp.inf).max(-1))
+            scores, mask, _ = blocks.scores(q_i, blocks.keys(heads_k, j), i, j)
+            scores = jnp.where(mask, scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1))
             # While nothing is visible the maximum is -inf: shift by 0 then, since -inf - -inf is nan.
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights = jnp.where(mask, jnp.exp(scores - shift[..., None]), 0.0)
+            weights = jnp.exp(scores - shift[..., None])
             decay = jnp.exp(top - shift)
-            product = jnp.einsum(
-                "BKGTS,BSKH->BKGTH", weights.astype(v.dtype), blocks.keys(v, j), preferred_element_type=jnp.float32
-            )
+            v_j = blocks.keys(heads_v, j)
+            product = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
             return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
 
-        shape = (*q_i.shape[:1], *q_i.shape[2:4], blocks.query_block)
-        empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
+        shape = q_i.shape[:-1]
+        empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q_i.shape))
         top, total, acc = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, empty)
         some = total > 0.0
         out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
-        lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), 0.0)
-        return None, (jnp.moveaxis(out, 3, 1).astype(q.dtype), lse)
+        # +inf for a query that sees nothing: the backward's exp(scores - lse) is then 0.
+        lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), jnp.inf)
+        return None, (out.astype(q.dtype), lse)
 
     _, (out, lse) = jax.lax.scan(one_query_block, None, jnp.arange(blocks.num_query_blocks))
-    out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
-    lse = jnp.moveaxis(lse, 0, 3).reshape(*lse.shape[1:4], -1)
-    out, lse = out[:, : q.shape[1]], lse[..., : q.shape[1]]
+    out, lse = (_join(x, q.shape[1]) for x in (out, lse))
+    out, lse = name((jnp.moveaxis(out, 3, 1), lse), "attention")
     return out, (q, k, v, query_segments, key_segments, start, window, out, lse)
 
 
@@ -75,34 +77,47 @@ def _backward(settings, residuals, g):
     q, k, v, query_segments, key_segments, start, window, out, lse = residuals
     blocks = _Blocks(q, k, query_segments, key_segments, start, window, settings)
     delta = jnp.einsum("BTKGH,BTKGH->BKGT", g, out, preferred_element_type=jnp.float32)  # row sums of P * dP
+    heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(g)
 
     def one_query_block(carry, i):
-        q_i, g_i = blocks.queries(q, i), blocks.queries(g, i)
-        lse_i, delta_i = (blocks.queries(x, i, axis=3)[..., None] for x in (lse, delta))
+        q_i, g_i = blocks.queries(heads_q, i), blocks.queries(heads_g, i)
+        lse_i, delta_i = (blocks.queries(x, i)[..., None] for x in (lse, delta))
 
         def add(j, carry):
             dq_i, dk, dv = carry
-            k_j, v_j = blocks.keys(k, j), blocks.keys(v, j)
+            k_j, v_j = blocks.keys(heads_k, j), blocks.keys(heads_v, j)
             scores, mask, slope = blocks.scores(q_i, k_j, i, j)
-            p = jnp.where(mask, jnp.exp(scores - lse_i), 0.0)
-            dp = jnp.einsum("BTKGH,BSKH->BKGTS", g_i, v_j, preferred_element_type=jnp.float32)
+            p = jnp.exp(jnp.where(mask, scores, -jnp.inf) - lse_i)
+            dp = jnp.einsum("BKGTH,BKSH->BKGTS", g_i, v_j, preferred_element_type=jnp.float32)
             ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
-            dq_i = dq_i + jnp.einsum("BKGTS,BSKH->BTKGH", ds, k_j, preferred_element_type=jnp.float32)
-            dk_j = jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i, preferred_element_type=jnp.float32)
-            dv_j = jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(g.dtype), g_i, preferred_element_type=jnp.float32)
+            dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
+            dk_j = jnp.einsum("BKGTS,BKGTH->BKSH", ds, q_i, preferred_element_type=jnp.float32)
+            dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(g.dtype), g_i, preferred_element_type=jnp.float32)
             return dq_i, blocks.add_keys(dk, dk_j, j), blocks.add_keys(dv, dv_j, j)
 
-        dq_i, dk, dv = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, (jnp.zeros(q_i.shape, jnp.float32), *carry))
+        zero = jnp.zeros(q_i.shape, jnp.float32)
+        dq_i, dk, dv = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, (zero, *carry))
         return (dk, dv), dq_i.astype(q.dtype)
 
-    zero = jnp.zeros((k.shape[0], blocks.num_key_blocks * blocks.key_block, *k.shape[2:]), jnp.float32)
+    zero = jnp.zeros((*heads_k.shape[:2], blocks.num_key_blocks * blocks.key_block, k.shape[-1]), jnp.float32)
     (dk, dv), dq = jax.lax.scan(one_query_block, (zero, zero), jnp.arange(blocks.num_query_blocks))
-    dq = jnp.moveaxis(dq, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
-    dk, dv = (x[:, : k.shape[1]].astype(k.dtype) for x in (dk, dv))
+    dq = jnp.moveaxis(_join(dq, q.shape[1]), 3, 1)
+    dk, dv = (jnp.moveaxis(x[:, :, : k.shape[1]], 2, 1).astype(k.dtype) for x in (dk, dv))
     return dq, dk, dv, None, None, None, None
 
 
 attend.defvjp(_forward, _backward)
+
+
+def _heads_first(x):
+    """[B, T, heads..., H] -> [B, heads..., T, H]: once, so that the products of the blocks need no transposition."""
+    return jnp.moveaxis(x, 1, -2)
+
+
+def _join(x, length):
+    """Blocks [n, B, K, G, block, ...] -> [B, K, G, length, ...]."""
+    x = jnp.moveaxis(x, 0, 3)
+    return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :length]
 
 
 class _Blocks:
@@ -116,16 +131,19 @@ class _Blocks:
         self.offset = start
         self.query_segments, self.key_segments = query_segments, key_segments
 
-    def queries(self, x, i, axis=1):
-        return _block(x, i, self.query_block, axis)
+    def queries(self, x, i):
+        """Block i of [B, K, G, T, ...]."""
+        return _block(x, i, self.query_block, 3)
 
     def keys(self, x, j):
-        return _block(x, j, self.key_block, 1)
+        """Block j of [B, K, S, H]."""
+        return _block(x, j, self.key_block, 2)
 
     def add_keys(self, total, part, j):
+        """`total` [B, K, S, H] with block j increased by `part`."""
         start = j * self.key_block
-        old = jax.lax.dynamic_slice_in_dim(total, start, self.key_block, 1)
-        return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 1)
+        old = jax.lax.dynamic_slice_in_dim(total, start, self.key_block, 2)
+        return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
 
     def first(self, i):
         """The first key block that the window lets query block i see."""
@@ -139,14 +157,14 @@ class _Blocks:
 
     def scores(self, q_i, k_j, i, j):
         """Capped scores [b, K, G, t, s] float32, what is visible of them [b, 1, 1, t, s], and the cap's slope."""
-        scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * self.settings.scale
+        scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * self.settings.scale
         slope = 1.0
         if self.settings.softcap:
             scores = self.settings.softcap * jnp.tanh(scores / self.settings.softcap)
             slope = 1.0 - (scores / self.settings.softcap) ** 2
         query_index = self.offset + i * self.query_block + jnp.arange(self.query_block)
         key_index = j * self.key_block + jnp.arange(self.key_block)
-        segments = self.queries(self.query_segments, i), self.keys(self.key_segments, j)
+        segments = _block(self.query_segments, i, self.query_block, 1), _block(self.key_segments, j, self.key_block, 1)
         mask = visible(query_index, key_index, *segments, self.window)
         return scores, mask[:, None, None], slope
 

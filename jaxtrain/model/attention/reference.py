@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.memory import name
+
 
 def attend(
     q: jax.Array,
@@ -36,4 +38,4 @@ def attend(
     probabilities = weights / jnp.where(total == 0.0, 1.0, total)
     if probability_mask is not None:
         probabilities = probabilities * probability_mask
-    return jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v)
+    return name(jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v), "attention")
