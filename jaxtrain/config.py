@@ -113,8 +113,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "sharding": {
         "zero_stage": Setting(
             3,
-            "0: state whole on every device of fsdp (DDP). 3: weights, gradients and optimizer state sharded over fsdp.",
-            choices=(0, 3),
+            "What is sharded over fsdp. 0: nothing (DDP); 1: float32 weights and optimizer state; 2: gradient sums as well, "
+            "reduced each microbatch; 3: the working weights too, gathered block by block.",
+            choices=(0, 1, 2, 3),
         ),
         "sequence_parallel": Setting(
             True, "With tensor > 1: between blocks, positions are split over tensor; halves its traffic and saves activations."
@@ -125,6 +126,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "bfloat16",
             "Of matrix products and activations. Weights, moments, gradient sums, norms, softmax and loss are float32.",
             choices=("bfloat16", "float32"),
+        ),
+        "reduce_dtype": Setting(
+            "float32", "In which gradients cross the network, whatever the compute dtype.", choices=("float32", "bfloat16")
         ),
     },
     "memory": {

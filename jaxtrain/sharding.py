@@ -38,6 +38,8 @@ WEIGHT_RULES: dict[str, str | None] = {
 }
 ZERO_STAGES: dict[int, frozenset[str]] = {
     0: frozenset(),
+    1: frozenset({"storage", "optimizer"}),
+    2: frozenset({"storage", "optimizer", "gradient"}),
     3: frozenset({"storage", "optimizer", "gradient", "working"}),
 }
 PLACEMENTS = ("storage", "optimizer", "gradient", "working")
@@ -64,6 +66,7 @@ class Layout:
     zero_stage: int
     sequence_parallel: bool  # between blocks, positions are split over `tensor` too
     heads: HeadLayout
+    reduce_dtype: str = "float32"  # in which gradients cross the network
 
     def size(self, *axes: str) -> int:
         """Devices along mesh axes."""
@@ -87,6 +90,12 @@ class Layout:
         if axis == "fsdp" and placement not in ZERO_STAGES[self.zero_stage]:
             return ()
         return (axis,)
+
+    @property
+    def defers(self) -> bool:
+        """Whether the sum of gradients over some devices waits for the last microbatch of a step."""
+        at_once = {"fsdp"} if "gradient" in ZERO_STAGES[self.zero_stage] else set()
+        return self.size(*(axis for axis in TOKEN_AXES if axis not in at_once)) > 1
 
     def divided(self, dim: str) -> bool:
         """Whether stored heads are split over `tensor`: not where they must be padded or replicated to divide."""
@@ -121,7 +130,8 @@ def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
     """The layout of a validated config on a mesh that `jaxtrain.mesh.build` made."""
     tensor, model = mesh.shape["tensor"], config.model
     heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
-    return Layout(mesh, config.sharding.zero_stage, config.sharding.sequence_parallel and tensor > 1, heads)
+    sequence_parallel = config.sharding.sequence_parallel and tensor > 1
+    return Layout(mesh, config.sharding.zero_stage, sequence_parallel, heads, config.precision.reduce_dtype)
 
 
 def is_dims(x: Any) -> bool:

@@ -117,7 +117,7 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
             f"nearest tensor sizes: {_nearest_text(tensor, model.num_kv_heads)}, "
             f"or a divisor of {model.num_kv_heads}: {_divisors_text(model.num_kv_heads, tensor)}"
         )
-    if config.sharding.zero_stage == 3 and model.embed_dim % fsdp:
+    if config.sharding.zero_stage and model.embed_dim % fsdp:
         found.append(
             _indivisible("model.embed_dim", model.embed_dim, "mesh.fsdp", fsdp)
             + f", or mesh.fsdp {_divisors_text(model.embed_dim, fsdp)}"

@@ -12,6 +12,10 @@ LAYOUTS = {
     "fsdp": dict(mesh__fsdp=8),
     "fsdp x tensor": dict(mesh__fsdp=4, mesh__tensor=2),
     "hsdp x tensor, accumulation 2": dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation_steps=2),
+    "zero 1, accumulation 2": dict(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=1, train__accumulation_steps=2),
+    "zero 2, accumulation 2": dict(
+        mesh__data=2, mesh__fsdp=2, mesh__tensor=2, sharding__zero_stage=2, train__accumulation_steps=2
+    ),
     "tensor=4, key/value heads replicated, remat": dict(mesh__fsdp=2, mesh__tensor=4, memory__remat="full"),
     "data x sequence x tensor": dict(mesh__data=2, mesh__sequence=2, mesh__tensor=2),
 }

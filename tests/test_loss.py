@@ -9,7 +9,7 @@ from jaxtrain import mesh as meshes
 from jaxtrain.config import default_config
 from jaxtrain.model.loss import LossSettings, _cross_entropy
 from jaxtrain.model.vocabulary import TABLE, _embed
-from jaxtrain.model.weights import Place
+from jaxtrain.model.weights import Place, Weight
 from jaxtrain.sharding import TOKEN_AXES, make_layout, per_device, psum
 
 V, PADDED, D, B, T = 16, 24, 4, 4, 16
@@ -31,7 +31,7 @@ def loss_and_gradients(layout, settings, x, table, targets):
 
     def device(x, table, targets):
         def objective(x, slot):
-            sums = _cross_entropy(x, table, slot, targets, place, settings)
+            sums = _cross_entropy(x, Weight(table, slot), targets, place, settings)
             return 2.0 * sums.objective, sums  # the factor shows that the incoming gradient is used
 
         slot = jnp.zeros(layout.local_shape(TABLE, "gradient", (PADDED, D)), jnp.float32)
@@ -112,7 +112,7 @@ def embed_and_gradient(layout, table, tokens, weigh, dtype):
 
     def device(table, tokens, weigh):
         def value(slot):
-            return jnp.sum(weigh * _embed(table, slot, tokens, place, dtype).astype(jnp.float32))
+            return jnp.sum(weigh * _embed(Weight(table, slot), tokens, place, dtype).astype(jnp.float32))
 
         slot = jnp.zeros(layout.local_shape(TABLE, "gradient", table_shape), jnp.float32)
         value, grad = jax.value_and_grad(value)(slot)
@@ -139,7 +139,9 @@ def test_logits_of_the_whole_batch_are_never_built(mesh):
         def device(x, table, targets):
             place, settings = Place(layout, TABLE), LossSettings(vocab, chunk)
             slot = jnp.zeros(layout.local_shape(TABLE, "gradient", (vocab, width)), jnp.float32)
-            return jax.grad(lambda x, s: _cross_entropy(x, table, s, targets, place, settings).objective, (0, 1))(x, slot)
+            return jax.grad(lambda x, s: _cross_entropy(x, Weight(table, s), targets, place, settings).objective, (0, 1))(
+                x, slot
+            )
 
         run = per_device(layout, device, [POSITIONS, STORED, ROWS], [POSITIONS, GRADIENT])
         shapes = ((1, tokens, width), jnp.bfloat16), ((vocab, width), jnp.float32), ((1, tokens), jnp.int32)

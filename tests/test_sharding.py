@@ -9,7 +9,7 @@ from tiny import config, program
 
 from jaxtrain import mesh as meshes
 from jaxtrain.model.layers import _read
-from jaxtrain.model.weights import Place
+from jaxtrain.model.weights import Place, Weight
 from jaxtrain.sharding import ACTIVATION_RULES, WEIGHT_RULES, ZERO_STAGES, make_layout, per_device, psum
 from jaxtrain.validate import AXES
 
@@ -58,7 +58,7 @@ def test_gradient_taken_per_device(mesh):
     place = Place(layout, ("vector",))
 
     def device(w, x):
-        value, grad = jax.value_and_grad(lambda slot: jnp.sum((_read(w, slot, place) * x) ** 2))(jnp.zeros(1))
+        value, grad = jax.value_and_grad(lambda slot: jnp.sum((_read(Weight(w, slot), place) * x) ** 2))(jnp.zeros(1))
         return psum(layout, value, "data", "fsdp"), grad
 
     run = per_device(layout, device, [("storage", ("vector",)), ("activation", ("batch",))], [None, ("gradient", ("vector",))])

@@ -19,22 +19,24 @@ def sums(objective, targets):
 def test_losses_are_divided_once():
     """C23: microbatch 1 has one target of loss 4, microbatch 2 three of loss 2 each: 2.5, where a mean of means gives 3."""
 
-    def loss(w, slot, batch, step, microbatch):
+    def loss(w, slot, earlier, last, batch, step, microbatch):
         return sums(jnp.sum((w + slot) * batch["tokens"]), jnp.sum(batch["tokens"] > 0))
 
     losses = jnp.asarray([[[4.0, 0, 0]], [[2.0, 2, 2]]])
     for shaped in (losses, losses.reshape(1, 2, 3)):
-        total, grad = make_gradients(loss, jnp.zeros_like)(jnp.float32(1.0), {"tokens": shaped}, jnp.int32(0))
+        total, grad = make_gradients(loss, lambda last: jnp.float32(0.0), False)(
+            jnp.float32(1.0), {"tokens": shaped}, jnp.int32(0)
+        )
         assert float(total.objective / total.targets) == 2.5 and float(mean(total, grad)) == 2.5
 
 
 def test_gradients_of_512_microbatches_add_up_in_float32():
     """C27: 512 gradients of 1 from bfloat16 compute are 512; in bfloat16 the sum would stop at 256."""
 
-    def loss(w, slot, batch, step, microbatch):
+    def loss(w, slot, earlier, last, batch, step, microbatch):
         return sums((w + slot).astype(jnp.bfloat16) * batch["tokens"].sum().astype(jnp.bfloat16), 1 / 512)
 
-    run = jax.jit(make_gradients(loss, jnp.zeros_like))
+    run = jax.jit(make_gradients(loss, lambda last: jnp.float32(0.0), False))
     _, grad = run(jnp.float32(1.0), {"tokens": jnp.ones((512, 1, 1), jnp.float32)}, jnp.int32(0))
     assert grad == 512.0 and grad.dtype == jnp.float32
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.model.weights import Place, Weight
+from jaxtrain.model.weights import Place
 from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
 
 
@@ -81,18 +81,17 @@ class Norm(nnx.Module):
 
 def read(param: nnx.Param, place: Place) -> jax.Array:
     """A scale, bias or small table in float32, whose gradient goes where `place` says."""
-    leaf: Weight = param.get_value()
-    return _read(leaf.value, leaf.slot, place)
+    return _read(param.get_value(), place)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _read(value, slot, place):
-    return place.fetch(value, jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _read(weight, place):
+    return place.fetch(weight.value, jnp.float32)
 
 
 _read.defvjp(
-    lambda value, slot, place: (_read(value, slot, place), None),
-    lambda place, _, g: (None, place.give(g)),
+    lambda weight, place: (_read(weight, place), weight),
+    lambda place, weight, g: (weight.gradient(place.give(g, weight)),),
 )
 
 
@@ -103,34 +102,31 @@ def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
     summed over `tensor`, scattered back to positions. Kept for the backward: `x` as it came; positions and weights are
     gathered again. Weight gradients leave their product in float32.
     """
-    layout = linears[0].place.layout
-    leaves = [linear.kernel.get_value() for linear in linears]
-    places = tuple(linear.place for linear in linears)
-    outputs = _columns(x, [w.value for w in leaves], [w.slot for w in leaves], equation, places, layout)
+    outputs = _columns(x, [linear.kernel.get_value() for linear in linears], equation, tuple(li.place for li in linears))
     return [linear.add_bias(y) for linear, y in zip(linears, outputs, strict=True)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _columns(x, values, slots, equation, places, layout):
-    x = gather_positions(layout, x)
-    return [jnp.einsum(equation, x, p.fetch(v, x.dtype)) for v, p in zip(values, places, strict=True)]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _columns(x, weights, equation, places):
+    x = gather_positions(places[0].layout, x)
+    return [jnp.einsum(equation, x, p.fetch(w.value, x.dtype)) for w, p in zip(weights, places, strict=True)]
 
 
-def _columns_forward(x, values, slots, equation, places, layout):
-    return _columns(x, values, slots, equation, places, layout), (x, values)
+def _columns_forward(x, weights, equation, places):
+    return _columns(x, weights, equation, places), (x, weights)
 
 
-def _columns_backward(equation, places, layout, residuals, gs):
-    x, values = residuals
+def _columns_backward(equation, places, residuals, gs):
+    (x, weights), layout = residuals, places[0].layout
     back, weigh = _transposed(equation)
     dx = sum(
-        jnp.einsum(back, g, p.fetch(v, x.dtype), preferred_element_type=jnp.float32)
-        for g, v, p in zip(gs, values, places, strict=True)
+        jnp.einsum(back, g, p.fetch(w.value, x.dtype), preferred_element_type=jnp.float32)
+        for g, w, p in zip(gs, weights, places, strict=True)
     )
     dx = scatter_positions(layout, dx.astype(x.dtype))
     x = gather_positions(layout, x)
-    dslots = [p.give(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32)) for g, p in zip(gs, places, strict=True)]
-    return dx, None, dslots
+    grads = [jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32) for g in gs]
+    return dx, [w.gradient(p.give(g, w)) for g, w, p in zip(grads, weights, places, strict=True)]
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
@@ -141,25 +137,24 @@ def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
 
     Forward: the sum is scattered to positions (sequence parallel) or whole. Backward: the gradient's positions are gathered.
     """
-    leaf: Weight = linear.kernel.get_value()
-    return linear.add_bias(_row(x, leaf.value, leaf.slot, equation, linear.place))
+    return linear.add_bias(_row(x, linear.kernel.get_value(), equation, linear.place))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _row(x, value, slot, equation, place):
-    return scatter_positions(place.layout, jnp.einsum(equation, x, place.fetch(value, x.dtype)))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _row(x, weight, equation, place):
+    return scatter_positions(place.layout, jnp.einsum(equation, x, place.fetch(weight.value, x.dtype)))
 
 
-def _row_forward(x, value, slot, equation, place):
-    return _row(x, value, slot, equation, place), (x, value)
+def _row_forward(x, weight, equation, place):
+    return _row(x, weight, equation, place), (x, weight)
 
 
 def _row_backward(equation, place, residuals, g):
-    x, value = residuals
+    x, weight = residuals
     back, weigh = _transposed(equation)
-    g = all_gather(place.layout, g, "tensor", 1) if place.layout.sequence_parallel else g
-    dx = jnp.einsum(back, g, place.fetch(value, x.dtype))
-    return dx, None, place.give(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32))
+    g = gather_positions(place.layout, g)
+    dx = jnp.einsum(back, g, place.fetch(weight.value, x.dtype))
+    return dx, weight.gradient(place.give(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32), weight))
 
 
 _row.defvjp(_row_forward, _row_backward)

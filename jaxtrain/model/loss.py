@@ -41,39 +41,40 @@ class LossSettings:
     softcap: float = 0.0
 
 
-def cross_entropy(x: jax.Array, head: Vocabulary, targets: jax.Array, settings: LossSettings) -> LossSums:
+def cross_entropy(x: jax.Array, head: Vocabulary, targets: jax.Array, settings: LossSettings, tied: bool = False) -> LossSums:
     """This device's loss sums of final activations against the head.
 
     Args:
       x [B, t, D] in compute dtype; targets [B, T] int32, -1 for none.
+      tied: the table is the embedding's too, which adds the gradient of earlier microbatches.
 
     Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `tensor`, to be
     added up over `sharding.TOKEN_AXES`.
     """
-    leaf: Weight = head.table.get_value()
-    return _cross_entropy(x, leaf.value, leaf.slot, targets, head.place, settings)
+    weight: Weight = head.table.get_value()
+    return _cross_entropy(x, dataclasses.replace(weight, earlier=None) if tied else weight, targets, head.place, settings)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _cross_entropy(x, value, slot, targets, place, settings):
-    return _run(x, value, targets, place, settings, with_gradients=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _cross_entropy(x, weight, targets, place, settings):
+    return _run(x, weight.value, targets, place, settings, with_gradients=False)[0]
 
 
-def _forward(x, value, slot, targets, place, settings):
-    sums, dx, dtable = _run(x, value, targets, place, settings, with_gradients=True)
-    return sums, (dx, dtable)
+def _forward(x, weight, targets, place, settings):
+    sums, dx, dtable = _run(x, weight.value, targets, place, settings, with_gradients=True)
+    return sums, (weight, dx, dtable)
 
 
 def _backward(place, settings, residuals, g):
-    dx, dtable = residuals
-    return (dx * g.objective).astype(dx.dtype), None, dtable * g.objective, None
+    weight, dx, dtable = residuals
+    return (dx * g.objective).astype(dx.dtype), weight.gradient(place.give(dtable * g.objective, weight)), None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
 def _run(x, value, targets, place, settings, with_gradients):
-    """All chunks: (LossSums, dx [B, t, D], table gradient in gradient placement), the last two only if asked for."""
+    """All chunks: (LossSums, dx [B, t, D], this device's table gradient), the last two only if asked for."""
     layout, table = place.layout, place.fetch(value, x.dtype)
     tokens, width = targets.size, x.shape[-1]
     chunk = min(settings.chunk_tokens, tokens)
@@ -100,7 +101,7 @@ def _run(x, value, targets, place, settings, with_gradients):
     if not with_gradients:
         return sums, None, None
     dx = dx.reshape(count * chunk, width)[:tokens].reshape(*targets.shape, width)
-    return sums, scatter_positions(layout, dx), place.give(dtable)
+    return sums, scatter_positions(layout, dx), dtable
 
 
 def _chunk(x, y, table, layout, settings):

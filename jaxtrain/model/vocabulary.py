@@ -15,7 +15,7 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.weights import Place, Weight
+from jaxtrain.model.weights import Place
 from jaxtrain.sharding import Layout, index
 
 TABLE = ("vocab", "embed")
@@ -41,27 +41,26 @@ class Vocabulary(nnx.Module):
         Each device of `tensor` looks up the ids it owns and the results are summed. The gradient is scattered and summed in
         float32: in bfloat16, a frequent token's row would stop growing.
         """
-        leaf: Weight = self.table.get_value()
-        return _embed(leaf.value, leaf.slot, tokens, self.place, dtype)
+        return _embed(self.table.get_value(), tokens, self.place, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _embed(value, slot, tokens, place, dtype):
-    table = place.fetch(value, dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _embed(weight, tokens, place, dtype):
+    table = place.fetch(weight.value, dtype)
     rows, owned = _own_rows(table.shape[0], tokens, place.layout)
     return scatter_positions(place.layout, jnp.where(owned[..., None], table[rows], 0))
 
 
-def _embed_forward(value, slot, tokens, place, dtype):
-    return _embed(value, slot, tokens, place, dtype), (tokens, value)
+def _embed_forward(weight, tokens, place, dtype):
+    return _embed(weight, tokens, place, dtype), (weight, tokens)
 
 
 def _embed_backward(place, dtype, residuals, g):
-    tokens, value = residuals  # the table only for its size
-    g = gather_positions(place.layout, g)
-    rows, owned = _own_rows(value.shape[0], tokens, place.layout)
+    weight, tokens = residuals
+    g, size = gather_positions(place.layout, g), weight.value.shape[0]
+    rows, owned = _own_rows(size, tokens, place.layout)
     g = jnp.where(owned[..., None], g, 0).astype(jnp.float32)
-    return None, place.give(jnp.zeros((value.shape[0], g.shape[-1]), jnp.float32).at[rows].add(g)), None
+    return weight.gradient(place.give(jnp.zeros((size, g.shape[-1]), jnp.float32).at[rows].add(g), weight)), None
 
 
 _embed.defvjp(_embed_forward, _embed_backward)

@@ -3,6 +3,9 @@
 Products take a working weight that may be sharded (ZeRO-3) and give back a float32 gradient in the placement its sum is
 kept in. The gradient does not return as the cotangent of the weight, whose dtype it would have to share, but as that of a
 `slot`: zeros that nobody reads, in the gradient's own shape and dtype.
+
+Sums over devices that a stage can put off (DDP's no_sync: Li et al. 2020, section 3.2.4) are made once per step, in the
+backward of its last microbatch, weight by weight, so that the rest of that backward hides them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,12 @@ class Weight:
 
     value: jax.Array  # working placement
     slot: jax.Array | None = None  # float32 zeros; its gradient is the weight's
+    earlier: jax.Array | None = None  # float32 sum over earlier microbatches, gradient placement, to be added in the last one
+    last: bool = dataclasses.field(default=True, metadata={"static": True})  # sum over all devices; else what cannot wait
+
+    def gradient(self, slot: jax.Array) -> Weight:
+        """The cotangent of this leaf when that of its slot is `slot`."""
+        return Weight(None, slot, None, self.last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,30 +48,56 @@ class Place:
     dims: Dims
     split_inputs: bool = False
 
-    def fetch(self, value: jax.Array, dtype: Any) -> jax.Array:
+    def fetch(self, value: jax.Array, dtype: Any, placement: str = "working") -> jax.Array:
         """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
-        value = value.astype(dtype)
+        value = self.gather(value, dtype, placement)
         for dim, name in enumerate(self.dims):
-            if "fsdp" in self.layout.axes(name, "working"):
-                value = all_gather(self.layout, value, "fsdp", dim)
             if name in ("heads", "kv_heads") and not self.layout.divided(name):
                 value = self._pick_heads(value, dim, name)
         return value
 
-    def give(self, gradient: jax.Array) -> jax.Array:
-        """A float32 gradient like what `fetch` returned, summed over all tokens, in gradient placement."""
+    def gather(self, value: jax.Array, dtype: Any, placement: str) -> jax.Array:
+        """A weight in `placement` as `dtype`, whole over `fsdp`. May be stacked: dims are counted from the end."""
+        value = value.astype(dtype)
+        for dim, name in enumerate(self.dims, value.ndim - len(self.dims)):
+            if "fsdp" in self.layout.axes(name, placement):
+                value = all_gather(self.layout, value, "fsdp", dim)
+        return value
+
+    def give(self, gradient: jax.Array, weight: Weight) -> jax.Array:
+        """Where the float32 gradient of what `fetch` returned goes: the cotangent of the weight's slot.
+
+        Before the last microbatch: gradient placement, summed over `fsdp` only where that placement is sharded. In the last:
+        optimizer placement, earlier microbatches added, summed over all devices that share the weight.
+        """
         layout = self.layout
         for dim, name in enumerate(self.dims):
             if name in ("heads", "kv_heads") and not layout.divided(name):
                 gradient = psum(layout, self._return_heads(gradient, dim, name), "tensor")
         if self.split_inputs:
             gradient = psum(layout, gradient, "tensor")
-        rest = list(TOKEN_AXES)
+        gradient, early = self._scatter(gradient, "gradient")
+        if weight.earlier is not None:
+            gradient = gradient + weight.earlier
+        if not weight.last:
+            return gradient
+        late = False
+        if not early:
+            gradient, late = self._scatter(gradient, "optimizer")
+        rest = [axis for axis in TOKEN_AXES if axis != "fsdp" or not (early or late)]
+        if layout.size(*rest) == 1:
+            return gradient
+        return psum(layout, gradient.astype(layout.reduce_dtype), *rest).astype(jnp.float32)
+
+    def _scatter(self, gradient, placement):
+        """Summed and scattered over `fsdp` where the placement carries it, and whether it does."""
         for dim, name in enumerate(self.dims):
-            if "fsdp" in layout.axes(name, "gradient"):
-                gradient = reduce_scatter(layout, gradient, "fsdp", dim)
-                rest.remove("fsdp")
-        return psum(layout, gradient, *rest)
+            if "fsdp" in self.layout.axes(name, placement):
+                if self.layout.size("fsdp") > 1:
+                    sent = gradient.astype(self.layout.reduce_dtype)
+                    gradient = reduce_scatter(self.layout, sent, "fsdp", dim).astype(jnp.float32)
+                return gradient, True
+        return gradient, False
 
     def _pick_heads(self, value, dim, name):
         """This device's heads of whole, unpadded ones."""

@@ -19,8 +19,8 @@ from jaxtrain import precision, runtime
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names
 from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
-from jaxtrain.model.weights import Weight
-from jaxtrain.sharding import TOKEN_AXES, Layout, make_layout, per_device, place, psum, tree_shardings
+from jaxtrain.model.weights import Place, Weight
+from jaxtrain.sharding import TOKEN_AXES, ZERO_STAGES, Layout, make_layout, per_device, place, psum, tree_shardings
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import Batch, make_gradients, make_train_step, mean, mean_losses
 from jaxtrain.validate import require_valid
@@ -111,7 +111,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     whole = layout.sharding((), "activation")
     param_shardings = tree_shardings(layout, abstract_params, dims, "storage")
-    gradient_shardings = tree_shardings(layout, abstract_params, dims, "gradient")
+    gradient_shardings = tree_shardings(layout, abstract_params, dims, "optimizer")
     opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims)
     state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
 
@@ -133,36 +133,50 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     # What follows, down to `device_logits`, is code of one device.
 
-    def loss(weights, slots, batch, step, microbatch):
-        decoder = merge(jax.tree.map(Weight, weights, slots))
+    def working(weights):
+        """Stored weights -> the copies that all microbatches start from; under ZeRO-3 the same shards."""
+
+        def one(weight, names, matrix):
+            place = Place(layout, names[1:] if names[0] == "layers" else names)
+            if "working" in ZERO_STAGES[layout.zero_stage] or not matrix:
+                return weight
+            return place.gather(weight, dtype, "storage")
+
+        return jax.tree.map(one, weights, dims, optimizers.is_matrix(dims))
+
+    def loss(weights, slots, earlier, last, batch, step, microbatch):
+        earlier = earlier or jax.tree.map(lambda _: None, weights)
+        decoder = merge(jax.tree.map(lambda w, s, e: Weight(w, s, e, last), weights, slots, earlier))
         own = batch["tokens"].shape[0]
         first = microbatch * (rows // count) + place(layout, "batch") * own
         key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
         x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
-        return cross_entropy(x, decoder.output, batch["targets"], settings)
+        return cross_entropy(x, decoder.output, batch["targets"], settings, model.tie_embeddings)
 
-    def slots(weights):
-        shapes = jax.tree.map(lambda a, d: layout.local_shape(d, "gradient", a.shape), abstract_params, dims)
-        return jax.tree.map(lambda _, shape: jnp.zeros(shape, jnp.float32), weights, shapes)
+    def slots(last):
+        placement = "optimizer" if last else "gradient"
+        return jax.tree.map(
+            lambda a, d: jnp.zeros(layout.local_shape(d, placement, a.shape), jnp.float32), abstract_params, dims
+        )
 
-    accumulate = make_gradients(loss, slots)
+    accumulate = make_gradients(loss, slots, layout.defers)
 
     def device_gradients(weights, batch, step):
-        sums, gradients = accumulate(weights, batch, step)
+        sums, gradients = accumulate(working(weights), batch, step)
         return psum(layout, sums, *TOKEN_AXES), gradients
 
     def device_evaluation(weights, batch):
-        decoder = merge(jax.tree.map(Weight, weights))
+        decoder = merge(jax.tree.map(Weight, working(weights)))
         x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
         return (psum(layout, cross_entropy(x, decoder.output, batch["targets"], plain), *TOKEN_AXES),)
 
     def device_logits(weights, batch):
-        decoder = merge(jax.tree.map(Weight, weights))
+        decoder = merge(jax.tree.map(Weight, working(weights)))
         return (decoder.logits(decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])[0]),)
 
     stored, rows_dims = ("storage", dims), ("activation", ("batch", "length"))
     gradients = per_device(
-        layout, device_gradients, [stored, ("activation", ("microbatch", "batch", "length")), None], [None, ("gradient", dims)]
+        layout, device_gradients, [stored, ("activation", ("microbatch", "batch", "length")), None], [None, ("optimizer", dims)]
     )
     evaluation = per_device(layout, device_evaluation, [stored, rows_dims], [None])
     logits = per_device(layout, device_logits, [stored, rows_dims], [("activation", ("batch", "length", "vocab"))])

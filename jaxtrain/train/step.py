@@ -14,37 +14,49 @@ from jaxtrain.optimizer import global_norm
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
-LossFunction = Callable[[Any, Any, Batch, jax.Array, jax.Array | int], LossSums]
+LossFunction = Callable[[Any, Any, Any, bool, Batch, jax.Array, jax.Array | int], LossSums]
 
 
-def make_gradients(loss: LossFunction, slots: Callable[[Any], Any]) -> Callable:
-    """`(weights, batch, step) -> (LossSums, gradients)` summed over the microbatches of this device's batch [M, b, T].
+def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: bool) -> Callable:
+    """`(weights, batch, step) -> (LossSums, gradients)` of this device's batch [M, b, T], gradients summed over all devices.
 
     Sums of losses, gradients (float32) and targets run through the microbatches and are divided once, by the number of
     targets of the whole batch (`mean`): a mean of means would weigh microbatches with few targets too much.
 
     Args:
-      loss: `(weights, slots, batch [b, T], step, microbatch) -> LossSums`; gradients are those of `objective` by the slots.
-      slots: weights -> zeros like their gradients.
+      loss: `(weights, slots, earlier, last, batch [b, T], step, microbatch) -> LossSums`; gradients are those of `objective`
+        by the slots.
+      slots: zeros like the gradients of a microbatch that is the last (True) or not.
+      defers: sums over devices wait for the last microbatch, whose backward adds the `earlier` ones and makes them.
     """
 
-    def objective(zeros, weights, batch, step, number):
-        sums = loss(weights, zeros, batch, step, number)
+    def objective(zeros, weights, earlier, last, batch, step, number):
+        sums = loss(weights, zeros, earlier, last, batch, step, number)
         return sums.objective, sums
 
+    def differentiate(*args, last, earlier=None):
+        weights, batch, step, number = args
+        return jax.grad(objective, has_aux=True)(slots(last), weights, earlier, last, batch, step, number)
+
     def gradients(weights, batch, step):
-        zeros, count = slots(weights), batch["tokens"].shape[0]
-        differentiate = jax.grad(objective, has_aux=True)
-        if count == 1:
-            total, sums = differentiate(zeros, weights, jax.tree.map(lambda x: x[0], batch), step, 0)
-            return sums, total
+        count = batch["tokens"].shape[0]
+        alone = count - 1 if defers else count  # microbatches of the loop
 
         def add(total, xs):
-            grads, sums = differentiate(zeros, weights, *xs[:1], step, xs[1])
-            return jax.tree.map(jnp.add, total, (sums, grads)), None
+            batch, number = xs
+            return jax.tree.map(jnp.add, total, differentiate(weights, batch, step, number, last=not defers)), None
 
-        start = (LossSums(*[jnp.zeros((), jnp.float32)] * 3), zeros)
-        return jax.lax.scan(add, start, (batch, jnp.arange(count)))[0]
+        if count == 1:
+            total, sums = differentiate(weights, jax.tree.map(lambda x: x[0], batch), step, 0, last=True)
+            return sums, total
+        start = (slots(not defers), LossSums(*[jnp.zeros((), jnp.float32)] * 3))
+        xs = (jax.tree.map(lambda x: x[:alone], batch), jnp.arange(alone))
+        (total, sums), _ = jax.lax.scan(add, start, xs)
+        if defers:
+            batch = jax.tree.map(lambda x: x[-1], batch)
+            total, last_sums = differentiate(weights, batch, step, count - 1, last=True, earlier=total)
+            sums = jax.tree.map(jnp.add, sums, last_sums)
+        return sums, total
 
     return gradients
 
