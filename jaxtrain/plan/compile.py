@@ -1,0 +1,184 @@
+"""Compiles the training step for GPUs that are not here: XLA needs a description of the device, not the device.
+
+What comes back is the program that the GPUs would run: XLA's schedule and its buffers. Only the choice of kernels for
+matrix products is not the real one, since XLA finds it by timing them (autotuning). Reading the text is `hlo`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import ml_collections
+from jax.experimental import topologies
+
+from jaxtrain import hardware, mesh, runtime
+from jaxtrain.config import ConfigError
+from jaxtrain.errors import UserError
+from jaxtrain.hardware import Gpu
+from jaxtrain.plan import hlo
+from jaxtrain.train.program import Program, build_program
+
+# Autotuning would need a GPU.
+NEEDED_OPTIONS = {"xla_gpu_autotune_level": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A cluster of one kind of GPU."""
+
+    gpu: Gpu
+    nodes: int
+    per_node: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.gpu.key}:{self.nodes}x{self.per_node}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, by XLA's buffer assignment. Arguments that the step may overwrite (`alias`) are outputs too."""
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
+    peak: int
+    host: int  # pinned host memory of all kinds together
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A training step compiled for a topology."""
+
+    program: Program
+    topology: Topology
+    options: dict[str, Any]  # compiler options beside XLA's defaults
+    executable: jax.stages.Compiled
+    text: str  # scheduled HLO
+    memory: Memory
+    lower_s: float  # building, tracing and lowering
+    compile_s: float
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        return dict(self.program.layout.mesh.shape)
+
+    def collectives(self) -> list[hlo.Collective]:
+        """Every collective of the step."""
+        return hlo.collectives(hlo.parse(self.text), self.mesh_shape)
+
+
+def parse_topology(text: str) -> Topology:
+    """ "h200:4x8" is 4 nodes of 8 H200. Raises ConfigError."""
+    match = re.fullmatch(r"([\w-]+):([1-9]\d*)x([1-9]\d*)", text)
+    if not match:
+        raise ConfigError([f"topology {text!r}: write GPU:NODESxGPUS_PER_NODE, as h200:1x8"])
+    try:
+        return Topology(hardware.by_key(match[1]), int(match[2]), int(match[3]))
+    except ValueError as error:
+        raise ConfigError([f"topology {text!r}: {error}"]) from error
+
+
+def describe(gpu_name: str, nodes: int, per_node: int) -> list[jax.Device]:
+    """Devices to build a mesh of and compile for, node by node; nothing can be run on them.
+
+    If jax has not started its devices yet, it is restricted to the CPU in this process: else the CUDA plugin would look for
+    a GPU. Raises UserError when the plugin is missing or was already asked for one, ValueError for an unknown GPU.
+    """
+    gpu = hardware.by_key(gpu_name)
+    if reason := unavailable():
+        raise UserError(reason)
+    if not runtime.compat_devices_started():
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        found = topologies.get_topology_desc(
+            str(Topology(gpu, nodes, per_node)),
+            "cuda",
+            target_config=hardware.xla_target(gpu),
+            topology=f"1x{nodes}x{per_node}",  # partitions (slices) x hosts x devices of each
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        raise UserError(
+            f"jax's CUDA plugin did not load, so nothing can be compiled for {gpu.name}: {error}. Plan in a process of its own, "
+            "with JAX_PLATFORMS=cpu"
+        ) from error
+    return list(found.devices)
+
+
+def unavailable() -> str:
+    """Why this installation cannot compile for GPUs; "" if it can."""
+    plugin = runtime.cuda_plugin()
+    if not plugin:
+        return (
+            "compiling for GPUs needs jax's CUDA plugin, but no GPU: pip install -e '.[plan]' (Linux on x86-64), "
+            "or one of the extras cuda12 and cuda13"
+        )
+    name, version = plugin.split()
+    if version != importlib.metadata.version("jaxlib"):
+        return f"{plugin} does not fit jaxlib {importlib.metadata.version('jaxlib')}: pip install -e '.[plan]' mends that"
+    return ""
+
+
+def compile_step(
+    config: ml_collections.ConfigDict, topology: str | Topology, options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """Builds, lowers and compiles the training step of a config for a topology, on the CPU and without allocating it.
+
+    Args:
+      options: XLA flags without dashes -> value, for this compilation alone (XLA_FLAGS of the environment count too).
+
+    Raises ConfigError for a topology that is none, a config that does not fit it, or an unknown option; UserError without
+    the CUDA plugin.
+    """
+    topology = parse_topology(topology) if isinstance(topology, str) else topology
+    options = {**NEEDED_OPTIONS, **(options or {})}
+    devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
+    started = time.monotonic()
+    program = build_program(config, mesh.build(config, devices))
+    lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
+    lowered_at = time.monotonic()
+    try:
+        executable = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if problem := _refused_option(str(error)):
+            raise ConfigError([problem]) from error
+        raise
+    return Compiled(
+        program=program,
+        topology=topology,
+        options=options,
+        executable=executable,
+        text=executable.as_text(),
+        memory=_memory(executable.memory_analysis()),
+        lower_s=lowered_at - started,
+        compile_s=time.monotonic() - lowered_at,
+    )
+
+
+def _refused_option(message: str) -> str:
+    if match := re.search(r"No such compile option: '(\w+)'", message):
+        return f"XLA of jax {jax.__version__} has no option {match[1]}"
+    match = re.search(r"(While setting option \w+, .*)", message)
+    return match[1] if match else ""
+
+
+def _memory(stats: Any) -> Memory:
+    host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
+    return Memory(
+        argument=stats.argument_size_in_bytes,
+        output=stats.output_size_in_bytes,
+        alias=stats.alias_size_in_bytes,
+        temp=stats.temp_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+        host=host - stats.host_alias_size_in_bytes,
+    )
