@@ -4,7 +4,7 @@
     python -m jaxtrain.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Hardware   two CPU cores pretend to be 8 devices: data parallel x fully sharded x tensor parallel
-Memory     planned, not measured: 16 bytes x 3.034e6 parameters = 0.05 GB, over all devices
+Memory     planned, not measured: 16 bytes x 0.792e6 parameters = 0.01 GB, over all devices
 Data       python_stdlib: nothing to download
 """
 
@@ -17,11 +17,11 @@ def get_config(arg=None):
     config = default_config()
     config.model.update(
         num_layers=4,
-        embed_dim=256,
-        num_heads=8,
-        num_kv_heads=4,
+        embed_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
         head_dim=32,
-        mlp_dim=688,
+        mlp_dim=344,
     )
     config.mesh.update(
         data=2,
@@ -30,8 +30,8 @@ def get_config(arg=None):
     )
     config.precision.compute_dtype = "float32"  # CPUs emulate bfloat16
     config.optimizer.update(
-        learning_rate=1e-3,
-        warmup_steps=30,
+        learning_rate=4e-3,
+        warmup_steps=20,
     )
     config.data.update(
         paths=("python_stdlib",),
@@ -39,11 +39,15 @@ def get_config(arg=None):
         global_batch_rows=32,
     )
     config.train.update(
-        num_steps=300,
+        num_steps=200,
         log_every_steps=10,
     )
     config.checkpoint.save_every_steps = 100
-    config.eval.every_steps = 100
+    config.eval.update(
+        every_steps=50,
+        at_start=True,
+        max_batches=10,
+    )
     config.runtime.update(
         platform="cpu",
         fake_devices=8,

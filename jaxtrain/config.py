@@ -197,6 +197,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     },
     "eval": {
         "every_steps": Setting(100, "Steps between evaluations; 0 evaluates at the end only.", low=0),
+        "at_start": Setting(False, "Also evaluate the initial weights, before the first step."),
         "max_batches": Setting(20, "Held-out batches per evaluation, the same each time; 0 is all.", low=0),
     },
     "observe": {

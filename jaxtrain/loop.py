@@ -102,6 +102,8 @@ class _Session:
         if self.start >= num_steps:
             log.info("All %d steps are done already (train.num_steps); nothing to train", num_steps)
             return state
+        if config.eval.at_start and not self.start:
+            self._evaluate(state, -1)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
         observe = config.observe
         bar = Progress(

@@ -195,6 +195,11 @@ def reduce_scatter(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Arr
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True) if layout.size(axis) > 1 else x
 
 
+def all_to_all(layout: Layout, x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
+    """Part i along `split` goes to device i of an axis; what arrives is joined along `join`."""
+    return jax.lax.all_to_all(x, axis, split, join, tiled=True) if layout.size(axis) > 1 else x
+
+
 def index(layout: Layout, axis: str) -> jax.Array | int:
     """This device's place along an axis."""
     return jax.lax.axis_index(axis) if layout.size(axis) > 1 else 0

@@ -104,13 +104,33 @@ def test_failures_keep_the_exit_code_and_say_where(scripts):
 
 def test_the_test_extra_joins_and_stays(scripts):
     scripts("scripts/train.sh")
-    code, _, calls = scripts(".ci/run", "-k", "mesh")
+    code, _, calls = scripts(".ci/run", "-k", "mesh", JAXTRAIN_PLAN="no")
     assert (code, installs(calls), programs(calls)) == (0, ["[test]"], ["ruff check .", "pytest -k mesh"])
     assert installs(scripts("scripts/train.sh")[2]) == []
     assert installs(scripts("scripts/train.sh", JAXTRAIN_ACCELERATOR="cuda12")[2]) == ["[cuda12,test]"]
     stamp = scripts.venv / "jaxtrain-installed"
     stamp.write_text("of another pyproject.toml\n" + stamp.read_text().partition("\n")[2])
     assert installs(scripts("scripts/train.sh")[2]) == ["[cuda12,test]"]
+
+
+def test_the_plan_extra_is_added_where_it_can_be(scripts, tmp_path):
+    tests = ["ruff check .", "pytest"]
+    mac = executable(tmp_path, "uname", "echo Darwin arm64\n")
+    code, stderr, calls = scripts("scripts/test.sh", PATH=mac)
+    assert (code, installs(calls), programs(calls)) == (0, ["[test]"], tests)
+    assert "skipped: their libraries are for Linux on x86-64, this is Darwin arm64" in stderr
+
+    linux = executable(tmp_path, "uname", "echo Linux x86_64\n")
+    code, stderr, calls = scripts("scripts/test.sh", fail_on="plan", PATH=linux)
+    assert (code, installs(calls), programs(calls)) == (0, ["[plan,test]"], tests)
+    assert "skipped: their libraries could not be installed" in stderr
+    code, stderr, calls = scripts("scripts/test.sh", PATH=linux)
+    assert (code, installs(calls), programs(calls)) == (0, ["[plan,test]"], tests) and "about 3.6 GB" in stderr
+    assert installs(scripts("scripts/test.sh", PATH=linux)[2]) == []
+
+    calls = scripts("scripts/test.sh", PATH=linux, JAXTRAIN_ACCELERATOR="cuda13")[2]
+    assert installs(calls) == ["[cuda13,test]"], "its plugin and that of `plan` exclude each other"
+    assert "-m pip uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt" in calls
 
 
 def helper(call: str, **variables: str) -> tuple[int, str, str]:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.weights import Place
-from jaxtrain.sharding import Layout, index
+from jaxtrain.sharding import Layout, all_gather, all_to_all, index
 
 TABLE = ("vocab", "embed")
 
@@ -46,9 +46,14 @@ class Vocabulary(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _embed(weight, tokens, place, dtype):
-    table = place.fetch(weight.value, dtype)
-    rows, owned = _own_rows(table.shape[0], tokens, place.layout)
-    return scatter_positions(place.layout, jnp.where(owned[..., None], table[rows], 0))
+    """Under ZeRO-3 ids travel instead of the table: each device of `fsdp` looks up its part of D for all their tokens."""
+    layout = place.layout
+    sharded = place.sharded("working")
+    ids = all_gather(layout, tokens, "fsdp", 0) if sharded else tokens
+    table = weight.value.astype(dtype)
+    rows, owned = _own_rows(table.shape[0], ids, layout)
+    found = jnp.where(owned[..., None], table[rows], 0)
+    return scatter_positions(layout, all_to_all(layout, found, "fsdp", 0, 2) if sharded else found)
 
 
 def _embed_forward(weight, tokens, place, dtype):
@@ -56,11 +61,16 @@ def _embed_forward(weight, tokens, place, dtype):
 
 
 def _embed_backward(place, dtype, residuals, g):
-    weight, tokens = residuals
-    g, size = gather_positions(place.layout, g), weight.value.shape[0]
-    rows, owned = _own_rows(size, tokens, place.layout)
+    (weight, tokens), layout = residuals, place.layout
+    sharded = place.sharded("working")
+    g, ids = gather_positions(layout, g), tokens
+    if sharded:  # the gradient of this device's part of D, from all tokens of `fsdp`: nothing is left to sum there
+        g, ids = all_to_all(layout, g, "fsdp", 2, 0), all_gather(layout, tokens, "fsdp", 0)
+    size = weight.value.shape[0]
+    rows, owned = _own_rows(size, ids, layout)
     g = jnp.where(owned[..., None], g, 0).astype(jnp.float32)
-    return weight.gradient(place.give(jnp.zeros((size, g.shape[-1]), jnp.float32).at[rows].add(g), weight)), None
+    gradient = jnp.zeros((size, g.shape[-1]), jnp.float32).at[rows].add(g)
+    return weight.gradient(place.give(gradient, weight, scattered=sharded)), None
 
 
 _embed.defvjp(_embed_forward, _embed_backward)

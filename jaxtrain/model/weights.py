@@ -64,8 +64,14 @@ class Place:
                 value = all_gather(self.layout, value, "fsdp", dim)
         return value
 
-    def give(self, gradient: jax.Array, weight: Weight) -> jax.Array:
+    def sharded(self, placement: str) -> bool:
+        """Whether the weight is split over `fsdp` in a placement."""
+        return self.layout.size("fsdp") > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
+
+    def give(self, gradient: jax.Array, weight: Weight, scattered: bool = False) -> jax.Array:
         """Where the float32 gradient of what `fetch` returned goes: the cotangent of the weight's slot.
+
+        `scattered`: it is that of this device's shard, summed over `fsdp` already.
 
         Before the last microbatch: gradient placement, summed over `fsdp` only where that placement is sharded. In the last:
         optimizer placement, earlier microbatches added, summed over all devices that share the weight.
@@ -76,28 +82,26 @@ class Place:
                 gradient = psum(layout, self._return_heads(gradient, dim, name), "tensor")
         if self.split_inputs:
             gradient = psum(layout, gradient, "tensor")
-        gradient, early = self._scatter(gradient, "gradient")
+        early = scattered or self.sharded("gradient")
+        gradient = gradient if scattered else self._scatter(gradient, "gradient")
         if weight.earlier is not None:
             gradient = gradient + weight.earlier
         if not weight.last:
             return gradient
-        late = False
-        if not early:
-            gradient, late = self._scatter(gradient, "optimizer")
-        rest = [axis for axis in TOKEN_AXES if axis != "fsdp" or not (early or late)]
+        gradient = gradient if early else self._scatter(gradient, "optimizer")
+        done = {"fsdp"} if early or self.sharded("optimizer") else set()
+        rest = [axis for axis in TOKEN_AXES if axis not in done]
         if layout.size(*rest) == 1:
             return gradient
         return psum(layout, gradient.astype(layout.reduce_dtype), *rest).astype(jnp.float32)
 
     def _scatter(self, gradient, placement):
-        """Summed and scattered over `fsdp` where the placement carries it, and whether it does."""
-        for dim, name in enumerate(self.dims):
-            if "fsdp" in self.layout.axes(name, placement):
-                if self.layout.size("fsdp") > 1:
-                    sent = gradient.astype(self.layout.reduce_dtype)
-                    gradient = reduce_scatter(self.layout, sent, "fsdp", dim).astype(jnp.float32)
-                return gradient, True
-        return gradient, False
+        """Summed over `fsdp` and scattered where the placement is sharded; else as it is."""
+        if not self.sharded(placement):
+            return gradient
+        dim = next(i for i, name in enumerate(self.dims) if "fsdp" in self.layout.axes(name, placement))
+        sent = gradient.astype(self.layout.reduce_dtype)
+        return reduce_scatter(self.layout, sent, "fsdp", dim).astype(jnp.float32)
 
     def _pick_heads(self, value, dim, name):
         """This device's heads of whole, unpadded ones."""

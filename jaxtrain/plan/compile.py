@@ -109,8 +109,8 @@ def describe(gpu_name: str, nodes: int, per_node: int) -> list[jax.Device]:
         )
     except (NotImplementedError, RuntimeError) as error:
         raise UserError(
-            f"jax's CUDA plugin did not load, so nothing can be compiled for {gpu.name}: {error}. Plan in a process of its own, "
-            "with JAX_PLATFORMS=cpu"
+            f"jax's CUDA plugin did not load, so nothing can be compiled for {gpu.name}: {error}. Plan in a process of its "
+            "own, with JAX_PLATFORMS=cpu"
         ) from error
     return list(found.devices)
 
@@ -135,13 +135,14 @@ def compile_step(
     """Builds, lowers and compiles the training step of a config for a topology, on the CPU and without allocating it.
 
     Args:
-      options: XLA flags without dashes -> value, for this compilation alone (XLA_FLAGS of the environment count too).
+      options: XLA flags without dashes -> value as in XLA_FLAGS, for this compilation alone. XLA_FLAGS themselves count
+        too, for all compilations of a process, from the time that it first loads the CUDA plugin.
 
     Raises ConfigError for a topology that is none, a config that does not fit it, or an unknown option; UserError without
     the CUDA plugin.
     """
     topology = parse_topology(topology) if isinstance(topology, str) else topology
-    options = {**NEEDED_OPTIONS, **(options or {})}
+    options = option_values({**NEEDED_OPTIONS, **(options or {})})
     devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
     started = time.monotonic()
     program = build_program(config, mesh.build(config, devices))
@@ -163,6 +164,19 @@ def compile_step(
         lower_s=lowered_at - started,
         compile_s=time.monotonic() - lowered_at,
     )
+
+
+def option_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags with values as one writes them in XLA_FLAGS, in the form that `compiler_options` takes.
+
+    Those go to XLA's fields directly, past the reader of flags: "true" must be True, and modes need their full name.
+    """
+    words = {"true": True, "false": False}
+    values = {name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in flags.items()}
+    for name, value in values.items():
+        if re.fullmatch(r"xla_gpu_pipeline_\w+", name) and str(value).lower() in ("default", "off", "on", "explicit"):
+            values[name] = f"COLLECTIVE_PIPELINING_MODE_{value.upper()}"
+    return values
 
 
 def _refused_option(message: str) -> str:
