@@ -68,24 +68,25 @@ def is_matrix(dims: Any) -> Any:
 
 
 def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims: Any) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for matrices inside blocks; Adam for tables, scales and biases.
+    """Muon (Jordan et al. 2024) for matrices inside blocks; Adam for tables, head, scales and biases.
 
     Orthogonal updates are scaled by 0.2 * sqrt(max(rows, columns)) to Adam's size (Liu et al. 2025, section 2.2), so
     that one learning rate and decay serve both.
     """
     outputs = {"heads", "kv_heads", "head_dim", "mlp"}
 
+    def in_block(path, names):
+        return path[-1].key == "kernel" and names[0] == "layers"
+
     def numbers(path, names):
-        if path[-1].key != "kernel":
+        if not in_block(path, names):
             return optax.MaskedNode()  # what optax.partition puts in the places of other rules
         rows = tuple(i for i, name in enumerate(names) if name == "embed")
         columns = tuple(i for i, name in enumerate(names) if name in outputs)
-        if names[-1] == "embed":  # the output matrices take heads or mlp in
-            rows, columns = columns, rows
         return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
 
     specs = jax.tree_util.tree_map_with_path(numbers, dims, is_leaf=_is_dims)
-    labels = jax.tree_util.tree_map_with_path(lambda p, _: "muon" if p[-1].key == "kernel" else "adam", dims, is_leaf=_is_dims)
+    labels = jax.tree_util.tree_map_with_path(lambda *a: "muon" if in_block(*a) else "adam", dims, is_leaf=_is_dims)
 
     def rescale(updates, state, params=None):
         def one(update, spec):

@@ -188,15 +188,17 @@ def llama_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
         if model.get("qkv_bias"):
             bias = stack(f"self_attn.{theirs}.bias", lambda b, heads=heads: b.reshape(heads, H))
             ours[f"blocks.attention.{mine}.bias"] = bias
-    ours["blocks.attention.out.kernel"] = stack("self_attn.o_proj.weight", lambda w: w.T.reshape(N, H, D))
+    ours["blocks.attention.out.kernel"] = stack("self_attn.o_proj.weight", lambda w: w.reshape(D, N, H))
     if model.get("attention_out_bias"):
         ours["blocks.attention.out.bias"] = stack("self_attn.o_proj.bias")
     for mine in ("gate", "up", "down"):
-        ours[f"blocks.mlp.{mine}.kernel"] = stack(f"mlp.{mine}_proj.weight", lambda w: w.T)
+        # Ours are [D, F] all three: torch's [out, in] for down.
+        turn = (lambda w: w) if mine == "down" else (lambda w: w.T)
+        ours[f"blocks.mlp.{mine}.kernel"] = stack(f"mlp.{mine}_proj.weight", turn)
         if model.get("mlp_bias"):
             ours[f"blocks.mlp.{mine}.bias"] = stack(f"mlp.{mine}_proj.bias")
     if not model.get("tie_embeddings"):
-        ours["head.table"] = read("lm_head.weight")
+        ours["head.kernel"] = read("lm_head.weight").T
     return ours
 
 
@@ -212,7 +214,7 @@ def gpt2_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
         "positions.table": read("transformer.wpe.weight"),
         "final_norm.scale": read("transformer.ln_f.weight"),
         "final_norm.bias": read("transformer.ln_f.bias"),
-        "blocks.attention.out.kernel": stack("attn.c_proj.weight", lambda w: w.reshape(N, H, D)),
+        "blocks.attention.out.kernel": stack("attn.c_proj.weight", lambda w: w.T.reshape(D, N, H)),
         "blocks.attention.out.bias": stack("attn.c_proj.bias"),
     }
     for part, mine in enumerate(("query", "key", "value")):
@@ -222,8 +224,10 @@ def gpt2_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
         ours[f"blocks.attention.{mine}.bias"] = stack("attn.c_attn.bias", lambda b, part=part: b.reshape(3, N, H)[part])
     for mine, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
         ours[f"blocks.{mine}.scale"], ours[f"blocks.{mine}.bias"] = stack(f"{theirs}.weight"), stack(f"{theirs}.bias")
+    ours["blocks.mlp.up.kernel"] = stack("mlp.c_fc.weight")
+    ours["blocks.mlp.down.kernel"] = stack("mlp.c_proj.weight", lambda w: w.T)
     for mine, theirs in (("up", "mlp.c_fc"), ("down", "mlp.c_proj")):
-        ours[f"blocks.mlp.{mine}.kernel"], ours[f"blocks.mlp.{mine}.bias"] = stack(f"{theirs}.weight"), stack(f"{theirs}.bias")
+        ours[f"blocks.mlp.{mine}.bias"] = stack(f"{theirs}.bias")
     return ours
 
 

@@ -48,9 +48,10 @@ def build(name, rows, length, optimizer=None, num_steps=1, accumulation_steps=1)
 def padded(name, prefix):
     """The golden arrays under `prefix` by dotted name, vocabulary rows padded with zeros to the model's multiple of 16."""
     arrays = {key.removeprefix(prefix): array for key, array in golden(name).items() if key.startswith(prefix)}
-    for key in ("embedder.table", "head.table"):
+    for key, dim in (("embedder.table", 0), ("head.kernel", 1)):
         if key in arrays:
-            arrays[key] = np.pad(arrays[key], ((0, -len(arrays[key]) % 16), (0, 0)))
+            fill = -arrays[key].shape[dim] % 16
+            arrays[key] = np.pad(arrays[key], [(0, fill if d == dim else 0) for d in range(2)])
     return arrays
 
 

@@ -55,7 +55,7 @@ def test_only_matrices_decay_whatever_their_rank():
     attention = matrix["blocks"]["attention"]
     assert attention["query"] == {"kernel": True, "bias": False} and attention["query_norm"] == {"scale": False}
     assert matrix["blocks"]["mlp"]["down"] == {"kernel": True, "bias": False}
-    assert matrix["embedder"] == matrix["head"] == matrix["positions"] == {"table": True}
+    assert matrix["embedder"] == matrix["positions"] == {"table": True} and matrix["head"] == {"kernel": True}
     assert matrix["final_norm"] == {"scale": False}
 
     rule = optimizer.make(config(optimizer__weight_decay=0.5), p.dims)
@@ -67,7 +67,7 @@ def test_only_matrices_decay_whatever_their_rank():
 
 
 def test_muon_orthogonalizes_each_layer_as_one_matrix():
-    """[L, D, N, H] is L matrices of D x NH, [L, N, H, D] of NH x D; tables and scales go to Adam."""
+    """[L, D, N, H] is L matrices of D x NH; tables, head and scales go to Adam."""
     c = config(optimizer__name="muon")
     p = program(c)
     rule = optimizer.make(c, p.dims)
@@ -75,9 +75,10 @@ def test_muon_orthogonalizes_each_layer_as_one_matrix():
     params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), p.abstract_state.params)
     updates, state = rule.update(params, rule.init(params), params)
     attention = updates["blocks"]["attention"]
-    for matrix in (attention["query"]["kernel"][1].reshape(32, 48), attention["out"]["kernel"][0].reshape(48, 32)):
+    for matrix in (attention["query"]["kernel"][1].reshape(32, 48), attention["out"]["kernel"][0].reshape(32, 48)):
         singular = np.linalg.svd(np.asarray(matrix), compute_uv=False) / (0.2 * np.sqrt(48))
         assert 0.5 < singular.min() and singular.max() < 1.4  # Newton-Schulz is approximate
+    np.testing.assert_allclose(np.abs(updates["head"]["kernel"]), 1.0, rtol=1e-3)
     np.testing.assert_allclose(np.abs(updates["embedder"]["table"]), 1.0, rtol=1e-3)  # Adam's first step
 
 

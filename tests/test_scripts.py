@@ -129,7 +129,7 @@ def test_the_plan_extra_is_added_where_it_can_be(scripts, tmp_path):
     assert installs(scripts("scripts/test.sh", PATH=linux)[2]) == []
 
     calls = scripts("scripts/test.sh", PATH=linux, JAXTRAIN_ACCELERATOR="cuda13")[2]
-    assert installs(calls) == ["[cuda13,test]"], "its plugin and that of `plan` exclude each other"
+    assert installs(calls) == ["[test,cuda13]"], "its plugin and that of `plan` exclude each other"
     assert "-m pip uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt" in calls
 
 

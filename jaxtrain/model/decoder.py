@@ -22,7 +22,7 @@ from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
-from jaxtrain.model.vocabulary import Vocabulary
+from jaxtrain.model.vocabulary import Embedding, Head, head_matrix
 from jaxtrain.model.weights import Place
 from jaxtrain.sharding import Layout, all_gather, index
 
@@ -65,18 +65,18 @@ class Decoder(nnx.Module):
     def __init__(
         self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, dtype: Any, backend: str, remat: str = "none"
     ):
-        self.embedder = Vocabulary(rngs, model, layout)
+        self.embedder = Embedding(rngs, model, layout)
         if model.position == "learned":
             self.positions = PositionTable(rngs, model, layout)
         self.blocks = _stack(lambda rngs: Block(rngs, model, layout, backend), rngs, model.num_layers)
         self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
-            self.head = Vocabulary(rngs, model, layout)
+            self.head = Head(rngs, model, layout)
         self.model, self.layout, self.dtype, self.remat = model, layout, dtype, remat
 
     @property
-    def output(self) -> Vocabulary:
-        """The head: its own table, or the embedding's when tied."""
+    def output(self) -> Embedding | Head:
+        """The head: its own matrix, or the embedding's table when tied."""
         return self.embedder if self.model.tie_embeddings else self.head
 
     def hidden(
@@ -125,10 +125,9 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[B, t, D] -> this device's part [B, T, V/tensor] float32. For sampling and tests: training never builds them."""
-        vocabulary = self.output
-        table = vocabulary.place.fetch(vocabulary.table.get_value().value, x.dtype)
+        matrix = head_matrix(*self.output.head, x.dtype)
         x = gather_positions(self.layout, x)
-        logits = jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("BTD,DV->BTV", x, matrix, preferred_element_type=jnp.float32)
         if self.model.logit_softcap:
             logits = self.model.logit_softcap * jnp.tanh(logits / self.model.logit_softcap)
         return logits

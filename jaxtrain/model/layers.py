@@ -31,7 +31,11 @@ def vector(shape: Sequence[int], dims: Dims, value: float) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """A matrix and perhaps a bias, for `columns` or `row`. The dims name their places on the mesh."""
+    """A matrix and perhaps a bias, for `columns` or `row`. The dims name their places on the mesh.
+
+    The embed dimension comes first, for input and output matrices alike: it is the one split over `fsdp`, and collectives
+    along a dimension that is not the first cost transposed copies of all layers on GPUs.
+    """
 
     def __init__(
         self,

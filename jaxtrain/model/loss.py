@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.vocabulary import Vocabulary
-from jaxtrain.model.weights import Weight
+from jaxtrain.model.vocabulary import TABLE, Embedding, Head, head_matrix
 from jaxtrain.sharding import index, pmax, psum
 
 IGNORE = -1  # a target of -1: this position has none
@@ -41,41 +40,43 @@ class LossSettings:
     softcap: float = 0.0
 
 
-def cross_entropy(x: jax.Array, head: Vocabulary, targets: jax.Array, settings: LossSettings, tied: bool = False) -> LossSums:
-    """This device's loss sums of final activations against the head.
+def cross_entropy(x: jax.Array, head: Embedding | Head, targets: jax.Array, settings: LossSettings) -> LossSums:
+    """This device's loss sums of final activations against the head, a matrix of its own or the embedding's table (tied).
 
     Args:
       x [B, t, D] in compute dtype; targets [B, T] int32, -1 for none.
-      tied: the table is the embedding's too, which adds the gradient of earlier microbatches.
 
     Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `tensor`, to be
     added up over `sharding.TOKEN_AXES`.
     """
-    weight: Weight = head.table.get_value()
-    return _cross_entropy(x, dataclasses.replace(weight, earlier=None) if tied else weight, targets, head.place, settings)
+    weight, place = head.head
+    if isinstance(head, Embedding):  # the lookup adds the gradient of earlier microbatches
+        weight = dataclasses.replace(weight, earlier=None)
+    return _cross_entropy(x, weight, targets, place, settings)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _cross_entropy(x, weight, targets, place, settings):
-    return _run(x, weight.value, targets, place, settings, with_gradients=False)[0]
+    return _run(x, weight, targets, place, settings, with_gradients=False)[0]
 
 
 def _forward(x, weight, targets, place, settings):
-    sums, dx, dtable = _run(x, weight.value, targets, place, settings, with_gradients=True)
-    return sums, (weight, dx, dtable)
+    sums, dx, dhead = _run(x, weight, targets, place, settings, with_gradients=True)
+    return sums, (weight, dx, dhead)
 
 
 def _backward(place, settings, residuals, g):
-    weight, dx, dtable = residuals
-    return (dx * g.objective).astype(dx.dtype), weight.gradient(place.give(dtable * g.objective, weight)), None
+    weight, dx, dhead = residuals
+    dhead = dhead.T if place.dims == TABLE else dhead
+    return (dx * g.objective).astype(dx.dtype), weight.gradient(place.give(dhead * g.objective, weight)), None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _run(x, value, targets, place, settings, with_gradients):
-    """All chunks: (LossSums, dx [B, t, D], this device's table gradient), the last two only if asked for."""
-    layout, table = place.layout, place.fetch(value, x.dtype)
+def _run(x, weight, targets, place, settings, with_gradients):
+    """All chunks: (LossSums, dx [B, t, D], this device's head gradient [D, V]), the last two only if asked for."""
+    layout, matrix = place.layout, head_matrix(weight, place, x.dtype)
     tokens, width = targets.size, x.shape[-1]
     chunk = min(settings.chunk_tokens, tokens)
     count = -(-tokens // chunk)
@@ -85,33 +86,33 @@ def _run(x, value, targets, place, settings, with_gradients):
     ys = jnp.pad(targets.reshape(tokens), (0, fill), constant_values=IGNORE).reshape(count, chunk)
 
     def one(carry, chunk_of):
-        (objective, nll, dtable), (x, y) = carry, chunk_of
-        chunk_objective, chunk_nll, dlogits = _chunk(x, y, table, layout, settings)
+        (objective, nll, dhead), (x, y) = carry, chunk_of
+        chunk_objective, chunk_nll, dlogits = _chunk(x, y, matrix, layout, settings)
         dx = None
         if with_gradients:
             dlogits = dlogits.astype(x.dtype)
-            dx = jnp.dot(dlogits, table)  # of this device's part of the vocabulary
-            dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
-        return (objective + chunk_objective, nll + chunk_nll, dtable), dx
+            dx = jnp.einsum("cv,dv->cd", dlogits, matrix)  # of this device's part of the vocabulary
+            dhead = dhead + jnp.einsum("cd,cv->dv", x, dlogits, preferred_element_type=jnp.float32)
+        return (objective + chunk_objective, nll + chunk_nll, dhead), dx
 
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros(table.shape, jnp.float32) if with_gradients else None)
-    (objective, nll, dtable), dx = jax.lax.scan(one, start, (xs, ys))
+    start = (zero, zero, jnp.zeros(matrix.shape, jnp.float32) if with_gradients else None)
+    (objective, nll, dhead), dx = jax.lax.scan(one, start, (xs, ys))
     sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32))
     if not with_gradients:
         return sums, None, None
     dx = dx.reshape(count * chunk, width)[:tokens].reshape(*targets.shape, width)
-    return sums, scatter_positions(layout, dx), dtable
+    return sums, scatter_positions(layout, dx), dhead
 
 
-def _chunk(x, y, table, layout, settings):
+def _chunk(x, y, matrix, layout, settings):
     """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V/tensor] in float32."""
-    logits = jnp.dot(x, table.T, preferred_element_type=jnp.float32)
+    logits = jnp.dot(x, matrix, preferred_element_type=jnp.float32)
     slope = 1.0
     if settings.softcap:
         capped = settings.softcap * jnp.tanh(logits / settings.softcap)
         slope, logits = 1.0 - (capped / settings.softcap) ** 2, capped
-    ids = index(layout, "tensor") * table.shape[0] + jnp.arange(table.shape[0])
+    ids = index(layout, "tensor") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)
     # A shard may hold nothing but padding: the largest logit over all shards is finite all the same.

@@ -31,7 +31,7 @@ class Mlp(nnx.Module):
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
         bias = ((d,), ("vector",)) if model.mlp_bias else None
-        self.down = Linear(rngs, (f, d), ("mlp", "embed"), out_stddev, layout, bias, bias_split=layout.sequence_parallel)
+        self.down = Linear(rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, bias_split=layout.sequence_parallel)
         self.activation = model.mlp
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,4 +42,4 @@ class Mlp(nnx.Module):
         else:
             gate, up = name(columns(x, "BTD,DF->BTF", self.gate, self.up), "mlp_hidden")
             hidden = act(gate) * up
-        return name(row(hidden, "BTF,FD->BTD", self.down), "mlp_out")
+        return name(row(hidden, "BTF,DF->BTD", self.down), "mlp_out")

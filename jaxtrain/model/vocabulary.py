@@ -15,7 +15,7 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.weights import Place
+from jaxtrain.model.weights import Place, Weight
 from jaxtrain.sharding import Layout, all_gather, all_to_all, index
 
 TABLE = ("vocab", "embed")
@@ -26,14 +26,19 @@ def padded_size(model: ml_collections.ConfigDict) -> int:
     return -(-model.vocab_size // model.vocab_pad_multiple) * model.vocab_pad_multiple
 
 
-class Vocabulary(nnx.Module):
-    """One [V, D] table, V padded: an embedding, an output head, or both (tied)."""
+class Embedding(nnx.Module):
+    """One [V, D] table, V padded; the output head as well when tied."""
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         rows = jnp.arange(padded_size(model))[:, None] < model.vocab_size
         normal = jax.random.normal(rngs.params(), (padded_size(model), model.embed_dim), jnp.float32)
         self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=TABLE)
         self.place = Place(layout, TABLE)
+
+    @property
+    def head(self) -> tuple[Weight, Place]:
+        """The tied head: (weight, place)."""
+        return self.table.get_value(), self.place
 
     def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """Rows of the table for tokens [B, T], as `dtype` [B, t, D].
@@ -42,6 +47,27 @@ class Vocabulary(nnx.Module):
         float32: in bfloat16, a frequent token's row would stop growing.
         """
         return _embed(self.table.get_value(), tokens, self.place, dtype)
+
+
+class Head(nnx.Module):
+    """The output matrix [D, V] of its own, V padded."""
+
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
+        columns = jnp.arange(padded_size(model)) < model.vocab_size
+        normal = jax.random.normal(rngs.params(), (model.embed_dim, padded_size(model)), jnp.float32)
+        self.kernel = nnx.Param(jnp.where(columns, model.init_stddev * normal, 0.0), dims=("embed", "vocab"))
+        self.place = Place(layout, ("embed", "vocab"))
+
+    @property
+    def head(self) -> tuple[Weight, Place]:
+        """(weight, place)."""
+        return self.kernel.get_value(), self.place
+
+
+def head_matrix(weight: Weight, place: Place, dtype: Any) -> jax.Array:
+    """This device's part [D, V/tensor] of a head of either kind."""
+    matrix = place.fetch(weight.value, dtype)
+    return matrix.T if place.dims == TABLE else matrix
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -28,6 +29,7 @@ KINDS = (
 _ODD_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _HEAD = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _PRODUCT_CALLS = re.compile(r"__cublas|__cudnn\$|cutlass|triton_gemm|__op\$.*gemm", re.IGNORECASE)
 
 
@@ -211,17 +213,23 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 def replica_groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
     """The groups of devices that a collective joins, each in its order; for permutes the pairs of source and target.
 
-    Reads {{0,1},{2,3}}, [2,4]<=[8], [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {'b'} (also with sub-axes, 'b':(1)2). No
-    groups at all means everybody.
+    Reads {{0,1},{2,3}}, [2,4]<=[8], [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {'b'}, the last also with sub-axes, 'b':(1)2,
+    and with another order of devices, mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)). No groups at all means everybody.
     """
     if pairs := _first(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attributes):
         return [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs)]
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        (count, size), dims = _numbers(match[1]), _numbers(match[2])
-        order = _transposed(dims, _numbers(match[3]) if match[3] else range(len(dims)))
-        return [tuple(order[i * size : (i + 1) * size]) for i in range(count)]
-    if match := re.search(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](?:, device_ids=\S+)?\s*\{([^}]*)\}", attributes):
-        return _mesh_groups(match[1], match[2])
+    if match := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", attributes):
+        size = _numbers(match[1])[1]
+        return _cut(_transposed(match[2], match[3]), size)
+    if match := re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?\s*\{([^}]*)\}", attributes
+    ):
+        order, size = _mesh_order(match[1], match[3])
+        if iota := re.fullmatch(_IOTA, match[2] or ""):
+            ids = _transposed(iota[1], iota[2])
+        else:
+            ids = _numbers(match[2] or "") or range(devices)
+        return _cut([ids[place] for place in order], size)
     if groups := _first(r"replica_groups=\{((?:\{[\d,]*\},?\s*)+)\}", attributes):
         return [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", groups)]
     return [tuple(range(devices))]
@@ -363,37 +371,48 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _mesh_groups(mesh: str, axes: str) -> list[tuple[int, ...]]:
-    """Groups over axes of a mesh, major to minor as listed; 'x':(m)n is the part of axis x with m parts before and n within."""
-    sizes: list[tuple[str, int]] = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)]
+def _mesh_order(mesh: str, axes: str) -> tuple[list[int], int]:
+    """Places of a mesh such that those of a group follow each other, and the size of a group.
+
+    Axes are listed major to minor. x:(m)n is part of axis x: of a number along it the digit with n values, m values before it.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=\s]+)'?=(\d+)", mesh)}
     wanted = [
-        (name, int(before or 1), int(size) if size else dict(sizes)[name])
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
+        (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
+        for name, before, size in re.findall(r"'?([^',:()\s]+)'?(?::\((\d+)\)(\d+))?", axes)
     ]
-    dims, position = [], {}  # the mesh with axes cut up where a part of them is meant
-    for name, size in sizes:
-        cuts = {1, size}
-        for part, before, length in wanted:
-            cuts |= {before, before * length} if part == name else set()
-        ordered = sorted(cuts)
-        for low, high in zip(ordered, ordered[1:], strict=False):
-            position[name, low] = len(dims)
+    dims, digits = [], []  # the mesh, with axes cut up where a part of them is meant
+    for name, size in sizes.items():
+        cuts = sorted({1, size}.union(*({low, high} for axis, low, high in wanted if axis == name)))
+        for low, high in itertools.pairwise(cuts):
+            digits.append((name, low))
             dims.append(high // low)
-    moved = []
-    for name, before, length in wanted:
-        moved += [d for (part, low), d in position.items() if part == name and before <= low < before * length]
-    size = math.prod(dims[d] for d in moved)
-    order = _transposed(dims, [*(d for d in range(len(dims)) if d not in moved), *moved])
-    return [tuple(order[i : i + size]) for i in range(0, len(order), size)]
+    inner = [
+        place
+        for axis, low, high in wanted
+        for place, (name, start) in enumerate(digits)
+        if name == axis and low <= start < high
+    ]
+    outer = [place for place in range(len(dims)) if place not in inner]
+    return _permuted(dims, [*outer, *inner]), math.prod(dims[place] for place in inner)
 
 
-def _transposed(dims: Sequence[int], permutation: Iterable[int]) -> list[int]:
+def _transposed(dims: str, permutation: str | None) -> list[int]:
+    sizes = _numbers(dims)
+    return _permuted(sizes, _numbers(permutation) if permutation else range(len(sizes)))
+
+
+def _permuted(dims: Sequence[int], permutation: Iterable[int]) -> list[int]:
     """The numbers 0.. laid out as an array of `dims`, its dimensions permuted, read in order."""
     strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
     order = [0]
     for d in permutation:
         order = [base + step * strides[d] for base in order for step in range(dims[d])]
     return order
+
+
+def _cut(devices: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
 
 
 def _coordinates(device: int, mesh_shape: Mapping[str, int]) -> dict[str, int]:

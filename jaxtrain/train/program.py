@@ -151,7 +151,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         first = microbatch * (rows // count) + place(layout, "batch") * own
         key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
         x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
-        return cross_entropy(x, decoder.output, batch["targets"], settings, model.tie_embeddings)
+        return cross_entropy(x, decoder.output, batch["targets"], settings)
 
     def slots(last):
         placement = "optimizer" if last else "gradient"

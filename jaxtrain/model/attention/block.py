@@ -61,8 +61,8 @@ class Attention(nnx.Module):
 
         self.query, self.key, self.value = qkv(n, "heads"), qkv(k, "kv_heads"), qkv(k, "kv_heads")
         bias = ((d,), ("vector",)) if model.attention_out_bias else None
-        dims = ("heads", "head_dim", "embed")
-        self.out = Linear(rngs, (n, h, d), dims, out_stddev, layout, bias, bias_split=layout.sequence_parallel)
+        dims = ("embed", "heads", "head_dim")
+        self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, bias_split=layout.sequence_parallel)
         norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, layout, True)
         self.query_norm = Norm(*norm) if model.qk_norm else None
         self.key_norm = Norm(*norm) if model.qk_norm else None
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
             k, v = whole_row(k, self.layout), whole_row(v, self.layout)
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
         out = self._attend(grouped, k, v, rows, segments, window, keys, "reference" if cache else self.backend)
-        return name(row(out.reshape(q.shape), "BTNH,NHD->BTD", self.out), "attention_out"), cache
+        return name(row(out.reshape(q.shape), "BTNH,DNH->BTD", self.out), "attention_out"), cache
 
     def _attend(self, q, k, v, rows, segments, window, keys, backend):
         model, scale = self.model, self.model.attention_scale or self.model.head_dim**-0.5

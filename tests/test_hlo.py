@@ -1,0 +1,146 @@
+"""Reading HLO text: shapes, groups of devices, loops, asynchronous pairs, and what is computed meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxtrain.plan import hlo
+
+MESH = {"data": 2, "fsdp": 4}
+FLAG = 'backend_config={"collective_backend_config":{"is_sync":%s}}'
+TEXT = f"""HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f32[8,16]{{1,0}})->f32[8,16]{{1,0}}}}
+
+%add (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%x, %y)
+}}
+
+%wrapped_scatter (p: f32[64,16]) -> f32[16,16] {{
+  %p = f32[64,16]{{1,0}} parameter(0)
+  ROOT %rs = f32[16,16]{{1,0}} reduce-scatter(%p), replica_groups=mesh['data'=2,'fsdp'=4] {{'fsdp'}}, dimensions={{0}}, to_apply=%add
+}}
+
+%fused_product (a: bf16[64,16], b: bf16[16,16]) -> bf16[64,16] {{
+  %a = bf16[64,16]{{1,0}} parameter(0)
+  %b = bf16[16,16]{{1,0}} parameter(1)
+  ROOT %dot.1 = bf16[64,16]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+%body (state: (s32[], bf16[16,16], /*index=2*/bf16[4,16])) -> (s32[], bf16[16,16], bf16[4,16]) {{
+  %state = (s32[], bf16[16,16]{{1,0}}, /*index=2*/bf16[4,16]{{1,0}}) parameter(0)
+  %w = bf16[16,16]{{1,0}} get-tuple-element(%state), index=1
+  %v = bf16[4,16]{{1,0}} get-tuple-element(%state), index=2
+  %gather = ((bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}), (bf16[64,16]{{1,0}}, bf16[16,16]{{1,0}})) all-gather-start(%w, %v), \
+replica_groups=[2,4]<=[8], dimensions={{0}}, metadata={{op_name="jit(step)/while/body/(all_gather)"}}, {FLAG % "false"}
+  %product = bf16[64,16]{{1,0}} fusion(%w, %w), kind=kCustom, calls=%fused_product
+  %gathered = (bf16[64,16]{{1,0}}, bf16[16,16]{{1,0}}) all-gather-done(%gather)
+  %f = f32[64,16]{{1,0}} convert(%product)
+  %scatter = ((f32[64,16]{{1,0}}), f32[16,16]{{1,0}}) async-start(%f), calls=%wrapped_scatter
+  %busy = bf16[64,16]{{1,0}} fusion(%f), kind=kLoop, calls=%add
+  %scattered = f32[16,16]{{1,0}} async-done(%scatter)
+  ROOT %next = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) tuple(%state, %w, %v)
+}}
+
+%condition (state: (s32[], bf16[16,16], bf16[4,16])) -> pred[] {{
+  %state = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
+  %x = f32[8,16]{{1,0}} parameter(0)
+  %start = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) custom-call(), custom_call_target="start"
+  %sum = f32[8,16]{{1,0}} all-reduce-start(%x), replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add, {FLAG % "false"}
+  %loop = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) while(%start), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"6"}}}}
+  %summed = f32[8,16]{{1,0}} all-reduce-done(%sum)
+  %everybody = f32[8,16]{{1,0}} all-reduce-start(%summed), replica_groups={{}}, to_apply=%add, {FLAG % "true"}
+  %done = f32[8,16]{{1,0}} all-reduce-done(%everybody)
+  %swap = f32[8,16]{{1,0}} all-to-all(%done), replica_groups=mesh['a'=2,'b'=4] {{'a'}}, dimensions={{0}}
+  ROOT %sent = f32[8,16]{{1,0}} collective-permute(%swap), source_target_pairs={{{{0,1}},{{1,2}},{{2,3}},{{3,0}}}}
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, hlo.Collective]:
+    return {c.name: c for c in hlo.collectives(hlo.parse(TEXT), MESH)}
+
+
+def test_every_collective_once(found):
+    assert list(found) == ["gather", "scatter", "sum", "everybody", "swap", "sent"]
+    assert [c.kind for c in found.values()] == [
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "all-reduce",
+        "all-to-all",
+        "collective-permute",
+    ]
+    assert hlo.parse(TEXT).scheduled and found["gather"].op_name == "jit(step)/while/body/(all_gather)"
+
+
+def test_bytes_and_axes(found):
+    rows = {name: (c.dtype, c.operand_bytes, c.wire_bytes, c.axes, c.group_size) for name, c in found.items()}
+    assert rows == {
+        "gather": ("bf16", 640, 3 * 640, ("fsdp",), 4),  # two weights combined; each sends its part to three others
+        "scatter": ("f32", 4096, 4096 * 3 // 4, ("fsdp",), 4),
+        "sum": ("f32", 512, 512, ("data",), 2),
+        "everybody": ("f32", 512, 2 * 512 * 7 // 8, ("data", "fsdp"), 8),
+        "swap": ("f32", 512, 256, ("data",), 2),
+        "sent": ("f32", 512, 512, ("fsdp",), 2),
+    }
+    assert found["gather"].operands == ("bf16[16,16]", "bf16[4,16]")
+
+
+def test_loops_and_totals(found):
+    assert [c.executions for c in found.values()] == [6, 6, 1, 1, 1, 1]
+    assert found["gather"].loops == (hlo.Loop("body", 6),) and found["sum"].loops == ()
+    assert hlo.wire_bytes(found.values()) == 6 * (1920 + 3072) + 512 + 896 + 256 + 512
+    assert hlo.exposed_bytes(found.values()) == 6 * 3072 + 896 + 256 + 512
+    assert {c.name for c in hlo.synchronous(found.values())} == {"everybody", "swap", "sent"}
+
+
+def test_what_is_computed_meanwhile(found):
+    assert found["gather"].hidden_by == ("product",) and not found["gather"].exposed
+    assert found["scatter"].asynchronous and found["scatter"].hidden_by == () and found["scatter"].fusions == 1
+    assert found["sum"].hidden_by == ("loop",), "the loop's body has a product"
+    assert not found["everybody"].asynchronous, "XLA keeps the pair but runs it on the compute stream"
+
+
+def test_unknown_trip_counts_are_said():
+    text = TEXT.replace('"known_trip_count":{"n":"6"}', "")
+    gather = hlo.collectives(hlo.parse(text), MESH)[0]
+    assert (gather.loops[0].trips, gather.executions) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("[4,2]<=[8]", np.arange(8).reshape(4, 2)),
+        ("[4,2]<=[2,4]T(1,0)", np.arange(8).reshape(2, 4).T.reshape(4, 2)),
+        ("[2,4]<=[2,2,2]T(1,0,2)", np.arange(8).reshape(2, 2, 2).transpose(1, 0, 2).reshape(2, 4)),
+        ("mesh['a'=2,'b'=4] {'b'}", np.arange(8).reshape(2, 4)),
+        ("mesh['a'=2,'b'=4] {'a'}", np.arange(8).reshape(2, 4).T),
+        ("mesh['a'=2,'b'=4] {'b','a'}", np.arange(8).reshape(2, 4).T.reshape(1, 8)),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", np.arange(8).reshape(2, 2, 2).transpose(0, 2, 1).reshape(4, 2)),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", np.arange(8).reshape(4, 2)),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", np.arange(8).reshape(4, 2).T.reshape(2, 4)),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [[3, 1], [2, 0]]),
+        ("{}", [range(8)]),
+    ],
+)
+def test_groups_of_devices(text, groups):
+    assert hlo.replica_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}", 8) == [tuple(g) for g in groups]
+
+
+def test_shapes():
+    assert hlo.arrays("(bf16[4,2]{1,0:T(8,128)S(5)}, s32[], f8e4m3fn[3]{0})") == [("bf16", (4, 2)), ("s32", ()), ("f8e4m3fn", (3,))]
+    assert hlo.shape_bytes("(bf16[4,2]{1,0}, s32[], pred[3]{0}, s4[6]{0}, f8e4m3fn[3]{0}, token[])") == 16 + 4 + 3 + 3 + 3
+
+
+def test_other_text_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        hlo.parse("module @jit_step {}")
