@@ -97,6 +97,15 @@ setup_venv() { # [EXTRA]
   exec 9<&- # else the training would hold the lock
 }
 
+# For an extra that one can do without: false, and what was installed still counts, when it cannot be installed.
+try_extra() { # EXTRA
+  local before
+  before=$(cat "$STAMP")
+  if (setup_venv "$1"); then return; fi # `die` ends the subshell only
+  [ -e "$STAMP" ] || printf '%s\n' "$before" >"$STAMP"
+  return 1
+}
+
 install_into_venv() { # EXTRAS
   local extras=$1 extra python size="about 900 MB"
   if ! "$VENV_PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
@@ -107,8 +116,12 @@ install_into_venv() { # EXTRAS
   for extra in $(installed_extras); do
     case " $extras " in *" $extra "*) ;; *) extras="$extras $extra" ;; esac
   done
+  if [[ $extras == *cuda* && " $extras " == *" plan "* ]]; then # has all of `plan`, and of two plugins JAX would start neither
+    extras=${extras/plan/}
+    "$VENV_PYTHON" -m pip uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt || true
+  fi
   extras=$(echo $extras) # single spaces
-  case $extras in *cuda*) size="about 6 GB" ;; esac
+  case $extras in *cuda*) size="about 6 GB" ;; *plan*) size="about 3.6 GB" ;; esac
   say "installing jaxtrain${extras:+[${extras// /,}]} into $VENV ($size, some minutes) ..."
   rm -f "$STAMP"
   "$VENV_PYTHON" -m pip install --quiet --quiet --no-input -e "$ROOT${extras:+[${extras// /,}]}" </dev/null ||

@@ -19,7 +19,8 @@ TEXT = f"""HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f3
 
 %wrapped_scatter (p: f32[64,16]) -> f32[16,16] {{
   %p = f32[64,16]{{1,0}} parameter(0)
-  ROOT %rs = f32[16,16]{{1,0}} reduce-scatter(%p), replica_groups=mesh['data'=2,'fsdp'=4] {{'fsdp'}}, dimensions={{0}}, to_apply=%add
+  ROOT %rs = f32[16,16]{{1,0}} reduce-scatter(%p), \
+replica_groups=mesh['data'=2,'fsdp'=4] {{'fsdp'}}, dimensions={{0}}, to_apply=%add
 }}
 
 %fused_product (a: bf16[64,16], b: bf16[16,16]) -> bf16[64,16] {{
@@ -51,7 +52,8 @@ replica_groups=[2,4]<=[8], dimensions={{0}}, metadata={{op_name="jit(step)/while
 ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
   %x = f32[8,16]{{1,0}} parameter(0)
   %start = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) custom-call(), custom_call_target="start"
-  %sum = f32[8,16]{{1,0}} all-reduce-start(%x), replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add, {FLAG % "false"}
+  %sum = f32[8,16]{{1,0}} all-reduce-start(%x), \
+replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add, {FLAG % "false"}
   %loop = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) while(%start), condition=%condition, body=%body, \
 backend_config={{"known_trip_count":{{"n":"6"}}}}
   %summed = f32[8,16]{{1,0}} all-reduce-done(%sum)
@@ -137,7 +139,11 @@ def test_groups_of_devices(text, groups):
 
 
 def test_shapes():
-    assert hlo.arrays("(bf16[4,2]{1,0:T(8,128)S(5)}, s32[], f8e4m3fn[3]{0})") == [("bf16", (4, 2)), ("s32", ()), ("f8e4m3fn", (3,))]
+    assert hlo.arrays("(bf16[4,2]{1,0:T(8,128)S(5)}, s32[], f8e4m3fn[3]{0})") == [
+        ("bf16", (4, 2)),
+        ("s32", ()),
+        ("f8e4m3fn", (3,)),
+    ]
     assert hlo.shape_bytes("(bf16[4,2]{1,0}, s32[], pred[3]{0}, s4[6]{0}, f8e4m3fn[3]{0}, token[])") == 16 + 4 + 3 + 3 + 3
 
 
