@@ -1,4 +1,7 @@
-"""Trains: `python -m jaxtrain.main --config=configs/x.py --workdir=DIR [--config.section.key=VALUE ...]`."""
+"""Trains: `python -m jaxtrain.main --config=configs/x.py --workdir=DIR [--config.section.key=VALUE ...]`.
+
+Whether the layout of a config computes what one device computes: `python -m jaxtrain.parity --config=configs/x.py`.
+"""
 
 from __future__ import annotations
 

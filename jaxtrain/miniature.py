@@ -1,0 +1,138 @@
+"""A config made small enough for fake CPU devices, its layout kept: every axis in use, what is uneven stays uneven.
+
+Owns what becomes of each setting. Running the result is `parity`'s. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_collections
+
+from jaxtrain.config import SETTINGS
+from jaxtrain.validate import AXES, BYTE_VOCAB
+
+PRIORITY = ("tensor", "fsdp", "sequence", "data", "expert", "pipeline")  # who keeps two devices when not all axes can
+MAX_STDDEV = 0.25
+
+
+def shrink(config: ml_collections.ConfigDict, max_devices: int = 8) -> ml_collections.ConfigDict:
+    """The small config of a valid one: explicit mesh axes of at most `max_devices`, float32, two layers, narrow, short rows.
+
+    Kept as they are: ZeRO stage, sequence parallelism, remat, kinds of norm, MLP and positions, tying, biases, caps, dropout,
+    z-loss, label smoothing and the update rule. Uneven heads, key/value heads, groups and vocabulary stay uneven.
+    """
+    small = config.copy_and_resolve_references()
+    small.unlock()
+    sizes = shrink_mesh(config.mesh, max_devices)
+    small.mesh.update(sizes)
+    small.precision.update(compute_dtype="float32", reduce_dtype="float32")
+    small.runtime.update(
+        platform="cpu", num_processes=1, process_id=0, coordinator_address="", fake_devices=math.prod(sizes.values())
+    )
+    if config.runtime.attention == "cudnn":
+        small.runtime.attention = "auto"
+    _shrink_model(config.model, small.model, max(config.mesh.tensor, 0) or sizes["tensor"], sizes)
+    _shrink_rows(config, small, sizes)
+    # As large a share of a weight as in the model itself: initial weights are larger here.
+    small.optimizer.learning_rate *= small.model.init_stddev / config.model.init_stddev
+    return small
+
+
+def shrink_mesh(mesh: ml_collections.ConfigDict, max_devices: int) -> dict[str, int]:
+    """Axis sizes in powers of two. First every axis above 1 gets two devices, an axis of -1 last; then the larger ones grow."""
+    sizes = dict.fromkeys(AXES, 1)
+    used = sorted((axis for axis in PRIORITY if mesh[axis] != 1), key=lambda axis: mesh[axis] == -1)
+
+    def double(axis, largest):
+        if fits := sizes[axis] * 2 <= largest and math.prod(sizes.values()) * 2 <= max_devices:
+            sizes[axis] *= 2
+        return fits
+
+    for axis in used:
+        double(axis, 2)
+    while any([double(axis, mesh[axis]) for axis in used]):
+        pass
+    return sizes
+
+
+def changes(config: ml_collections.ConfigDict, small: ml_collections.ConfigDict) -> dict[str, list[str]]:
+    """Section -> "key old -> new" of every setting that differs."""
+    found = {}
+    for section, settings in SETTINGS.items():
+        lines = [
+            f"{key} {_shown(config[section][key])} -> {_shown(small[section][key])}"
+            for key in settings
+            if config[section][key] != small[section][key]
+        ]
+        if lines:
+            found[section] = lines
+    return found
+
+
+def _shown(value) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _shrink_model(model, small, tensor: int, sizes: dict[str, int]) -> None:
+    """`tensor`: the size of that axis in the user's mesh."""
+    small.embed_dim = max(16, 8 * sizes["fsdp"])
+    small.mlp_dim = 12 * sizes["tensor"]
+    small.head_dim = min(model.head_dim, 8 - model.head_dim % 2)
+    if model.attention_scale:
+        small.attention_scale = model.attention_scale * math.sqrt(model.head_dim / small.head_dim)
+    kv_heads, group = _shrink_heads(model.num_heads // model.num_kv_heads, model.num_kv_heads, tensor, sizes["tensor"])
+    small.update(num_kv_heads=kv_heads, num_heads=kv_heads * group)
+    small.global_attention_every = min(model.global_attention_every, 3)
+    small.num_layers = min(model.num_layers, max(2, small.global_attention_every))
+    small.vocab_size, small.vocab_pad_multiple = _shrink_vocabulary(model, tensor, sizes["tensor"])
+    # Activations as large as in the model itself; tiny ones would hide soft caps and attention.
+    widening = math.sqrt(model.embed_dim / small.embed_dim)
+    small.init_stddev = max(model.init_stddev, min(MAX_STDDEV, model.init_stddev * max(1.0, widening)))
+
+
+def _shrink_heads(group: int, kv_heads: int, tensor: int, small_tensor: int) -> tuple[int, int]:
+    """Key/value heads and query heads for each: padded, replicated or dividing over `small_tensor` as before over `tensor`."""
+    few = group if group <= 3 else 2 + group % 2
+    if small_tensor == 1 or tensor == 1:
+        return min(kv_heads, 2) * small_tensor, few
+    if kv_heads >= tensor:
+        uneven = kv_heads % tensor != 0
+        return small_tensor + 1 if uneven else small_tensor * min(kv_heads // tensor, 2), few
+    repeat = tensor // kv_heads
+    largest = min(repeat, small_tensor if kv_heads == 1 else max(small_tensor // 2, 2))
+    small_repeat = 2 ** int(math.log2(largest))
+    if group % repeat == 0:
+        small_group = small_repeat
+    else:
+        small_group = small_repeat + 1 if group > 1 else 1
+    return small_tensor // small_repeat, small_group
+
+
+def _shrink_vocabulary(model, tensor: int, small_tensor: int) -> tuple[int, int]:
+    """(vocab_size, vocab_pad_multiple): padded or not as before; a device of nothing but padding stays one."""
+    padding = -model.vocab_size % model.vocab_pad_multiple
+    multiple = max(16, small_tensor)
+    even = -(-BYTE_VOCAB // multiple) * multiple
+    if not padding:
+        return even, multiple
+    uneven = BYTE_VOCAB + 3
+    if padding >= (model.vocab_size + padding) // tensor and small_tensor > 1:
+        return uneven, -(-uneven // (small_tensor - 1)) * small_tensor
+    return uneven, multiple
+
+
+def _shrink_rows(config, small, sizes: dict[str, int]) -> None:
+    data, model = config.data, config.model
+    parts = sizes["sequence"] * sizes["tensor"]
+    length = -(-24 // parts) * parts
+    small.data.seq_len_tokens = length
+    small.model.max_len_tokens = length + (8 if model.max_len_tokens > data.seq_len_tokens else 0)
+    if model.sliding_window_tokens:
+        small.model.sliding_window_tokens = length // 3 if model.sliding_window_tokens < data.seq_len_tokens else length
+    count = small.train.accumulation_steps = min(config.train.accumulation_steps, 2)
+    small.data.global_batch_rows = 2 * count * sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    small.memory.loss_chunk_tokens = 2 * length // sizes["sequence"] * 2 // 3  # two chunks, the second not full
+    steps = small.train.num_steps = min(config.train.num_steps, 5)
+    decay = min(config.optimizer.decay_steps, 2, steps)
+    small.optimizer.update(warmup_steps=min(config.optimizer.warmup_steps, 1, steps - decay), decay_steps=decay)
