@@ -41,6 +41,7 @@ replica_groups=[2,4]<=[8], dimensions={{0}}, metadata={{op_name="jit(step)/while
   %scatter = ((f32[64,16]{{1,0}}), f32[16,16]{{1,0}}) async-start(%f), calls=%wrapped_scatter
   %busy = bf16[64,16]{{1,0}} fusion(%f), kind=kLoop, calls=%add
   %scattered = f32[16,16]{{1,0}} async-done(%scatter)
+  %late = bf16[64,16]{{1,0}} fusion(%w, %w), kind=kCustom, calls=%fused_product
   ROOT %next = (s32[], bf16[16,16]{{1,0}}, bf16[4,16]{{1,0}}) tuple(%state, %w, %v)
 }}
 
