@@ -29,7 +29,7 @@ ALIASES: dict[str, str] = {
     "mesh.data": "dp ddp data_parallel data_parallel_size replicas",
     "mesh.fsdp": "zero fully_sharded",
     "mesh.expert": "ep expert_parallel expert_parallel_size",
-    "mesh.sequence": "cp sp context context_parallel context_parallel_size sequence_parallel",
+    "mesh.sequence": "cp sp context context_parallel context_parallel_size",
     "mesh.tensor": "tp mp model_parallel tensor_parallel tensor_parallel_size tensor_model_parallel_size",
     "sharding.zero_stage": "zero_level stage",
     "precision.compute_dtype": "dtype torch_dtype bf16 fp16 fp32 mixed_precision",

@@ -94,7 +94,7 @@ def test_a_file_that_loads_another_stays_open(tmp_path):
         ("optimizer.final_fraction", 1.5, "must be at most 1.0, got 1.5"),
         ("optimizer.name", "adam", "'adam' is not one of 'adamw', 'lion', 'muon', 'adafactor', 'sgd'; did you mean 'adamw'?"),
         ("precision.compute_dtype", "bf16", "'bf16' is not one of 'bfloat16', 'float32'; did you mean 'bfloat16'?"),
-        ("sharding.zero_stage", 2, "2 is not one of 0, 3; did you mean 3?"),
+        ("sharding.zero_stage", 4, "4 is not one of 0, 1, 2, 3; did you mean 3?"),
         ("data.seq_len_tokens", -1, "must be at least 2, got -1"),
         ("data.seq_len_tokens", "256", "expected int, got str '256'; write 256 without quotes"),
         ("data.seq_len_tokens", 256.5, "expected int, got float 256.5"),
@@ -201,6 +201,7 @@ def test_misspelt_keys_do_not_hide_what_settings_together_violate(tmp_path):
         "optimizer.learing_rate",
         "model.vocab_pad_multiple",
         "model.mlp_dim",
+        "data.seq_len_tokens",
     ]
     # Nothing is said of combinations as long as a value is not known.
     named = [line.split(":")[0] for line in problems(path, "mesh.tensor=x")]

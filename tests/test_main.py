@@ -300,7 +300,7 @@ def test_epoch_ends_between_stop_and_end(straight):
 
 def test_continued_run_is_bit_identical(straight, stopped, resumed):
     assert "stopped by the user; the same command continues from the newest checkpoint" in stopped.log
-    assert "continuing from the checkpoint of step 10" in resumed.log
+    assert "Continuing from the checkpoint of step 10" in resumed.log
     assert resumed.summary["started_from_step"] == 10
     jax.tree.map(np.testing.assert_array_equal, straight.state, resumed.state)
     figures = "loss", "objective", "grad_norm", "targets", "skipped"
@@ -321,7 +321,6 @@ def test_continued_on_another_mesh(place, straight, stopped):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), run.state.params, straight.state.params)
 
 
-@pytest.mark.xfail(reason="the evaluation is written again, and summary.json loses final_loss and tokens_per_s")
 def test_finished_run_given_again_loses_nothing(place, straight):
     shutil.copytree(straight.workdir, place / "again")
     run = train(place, place / "again")
@@ -332,7 +331,6 @@ def test_finished_run_given_again_loses_nothing(place, straight):
         assert run.summary[name] == straight.summary[name]
 
 
-@pytest.mark.xfail(reason="the step is saved first, and its evaluation is not made up for")
 def test_stopped_while_evaluating(place, straight):
     """The evaluation belongs to a step that is saved; the one that was cut short is not missing in the end."""
 
@@ -426,7 +424,7 @@ def test_workdir_of_another_run(place, tmp_path, straight):
     (tmp_path / "corpus" / "a.txt").write_text("another text " * 30)
     (tmp_path / "corpus" / "b.txt").write_text("one more text " * 30)
     for override, named in (
-        ("model.mlp_dim=64", "params/blocks/mlp/down/kernel: float32[2,32,16] in the checkpoint, float32[2,64,16] in this run"),
+        ("model.mlp_dim=64", "params/blocks/mlp/down/kernel: float32[2,16,32] in the checkpoint, float32[2,16,64] in this run"),
         (f"data.paths={tmp_path}/corpus", "data_fingerprint: '"),
         ("data.global_batch_rows=32", "data.global_batch_rows: 16 in the checkpoint, 32 in this run"),
         ("train.seed=1", "train.seed: 0 in the checkpoint, 1 in this run"),

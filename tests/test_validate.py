@@ -124,7 +124,7 @@ RULES = {
         {"model__sliding_window_tokens": 16},
     ),
     "vocabulary over tensor=3": (
-        {"mesh__tensor": 3, "model__mlp_dim": 690, "model__vocab_pad_multiple": 4},
+        {"mesh__tensor": 3, "model__mlp_dim": 690, "model__vocab_pad_multiple": 4, "data__seq_len_tokens": 258},
         3,
         "model.vocab_pad_multiple: the padded vocabulary of 260 rows does not divide over mesh.tensor=3; nearest multiple: 12",
         {"model__vocab_pad_multiple": 12},

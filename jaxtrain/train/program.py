@@ -18,11 +18,11 @@ from jaxtrain import optimizer as optimizers
 from jaxtrain import precision, runtime
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names
-from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
-from jaxtrain.model.weights import Place, Weight
-from jaxtrain.sharding import TOKEN_AXES, ZERO_STAGES, Layout, make_layout, per_device, place, psum, tree_shardings
+from jaxtrain.model.loss import LossSums
+from jaxtrain.sharding import Layout, make_layout, tree_shardings
+from jaxtrain.train.device import device_functions
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import Batch, make_gradients, make_train_step, mean, mean_losses
+from jaxtrain.train.step import Batch, make_train_step, mean, mean_losses
 from jaxtrain.validate import require_valid
 
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
@@ -120,66 +120,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 
-    settings = LossSettings(
-        model.vocab_size,
-        config.memory.loss_chunk_tokens,
-        config.train.z_loss,
-        config.train.label_smoothing,
-        model.logit_softcap,
-    )
-    plain = dataclasses.replace(settings, z_loss=0.0, label_smoothing=0.0)
-    dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
-    rows, count = config.data.global_batch_rows, config.train.accumulation_steps
-
-    # What follows, down to `device_logits`, is code of one device.
-
-    def working(weights):
-        """Stored weights -> the copies that all microbatches start from; under ZeRO-3 the same shards."""
-
-        def one(weight, names, matrix):
-            place = Place(layout, names[1:] if names[0] == "layers" else names)
-            if "working" in ZERO_STAGES[layout.zero_stage] or not matrix:
-                return weight
-            return place.gather(weight, dtype, "storage")
-
-        return jax.tree.map(one, weights, dims, optimizers.is_matrix(dims))
-
-    def loss(weights, slots, earlier, last, batch, step, microbatch):
-        earlier = earlier or jax.tree.map(lambda _: None, weights)
-        decoder = merge(jax.tree.map(lambda w, s, e: Weight(w, s, e, last), weights, slots, earlier))
-        own = batch["tokens"].shape[0]
-        first = microbatch * (rows // count) + place(layout, "batch") * own
-        key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
-        x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
-        return cross_entropy(x, decoder.output, batch["targets"], settings)
-
-    def slots(last):
-        placement = "optimizer" if last else "gradient"
-        return jax.tree.map(
-            lambda a, d: jnp.zeros(layout.local_shape(d, placement, a.shape), jnp.float32), abstract_params, dims
-        )
-
-    accumulate = make_gradients(loss, slots, layout.defers)
-
-    def device_gradients(weights, batch, step):
-        sums, gradients = accumulate(working(weights), batch, step)
-        return psum(layout, sums, *TOKEN_AXES), gradients
-
-    def device_evaluation(weights, batch):
-        decoder = merge(jax.tree.map(Weight, working(weights)))
-        x, _ = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
-        return (psum(layout, cross_entropy(x, decoder.output, batch["targets"], plain), *TOKEN_AXES),)
-
-    def device_logits(weights, batch):
-        decoder = merge(jax.tree.map(Weight, working(weights)))
-        return (decoder.logits(decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])[0]),)
-
-    stored, rows_dims = ("storage", dims), ("activation", ("batch", "length"))
-    gradients = per_device(
-        layout, device_gradients, [stored, ("activation", ("microbatch", "batch", "length")), None], [None, ("optimizer", dims)]
-    )
-    evaluation = per_device(layout, device_evaluation, [stored, rows_dims], [None])
-    logits = per_device(layout, device_logits, [stored, rows_dims], [("activation", ("batch", "length", "vocab"))])
+    gradients, evaluation, logits = device_functions(config, layout, merge, abstract_params, dims)
 
     def loss_and_grads(params, batch, step):
         sums, grads = gradients(params, batch, step)
@@ -187,6 +128,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         return mean_losses(sums) | {"grad_norm": optimizers.global_norm(grads)}, grads
 
     train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm)
+    rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings
     )
