@@ -5,7 +5,7 @@ program there is: one device, one microbatch, nothing recomputed, scores held wh
 scales and biases are moved off 1 and 0 (a bias added twice is nothing while it is 0), and see the same packed random rows.
 
 Compared, in float32: initial weights (to the bit), loss, each weight's gradient and its value after one step of plain SGD, and
-the losses of a few steps with the user's own optimizer. What bfloat16 or a GPU's kernels do is not compared.
+losses and gradient norms of a few steps with the user's own optimizer. What bfloat16 or a GPU's kernels do is not compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 LOSS_TOLERANCE = 1e-5  # of the loss, relative
 GRADIENT_TOLERANCE = 2e-5  # of the largest entry of a weight's gradient, or of its SGD update
-TRAJECTORY_TOLERANCE = 1e-4  # of each loss, relative
+TRAJECTORY_TOLERANCE = 1e-4  # of each loss and gradient norm, relative
 # Some gradients are zero but for rounding (a key bias without RoPE): they are measured by this share of the largest of all.
 SMALLEST_SHARE = 1e-2
 SGD_RATE = np.float32(1.0)
@@ -54,7 +54,8 @@ class Measured:
     loss: float
     gradients: dict[str, np.ndarray]
     updated: dict[str, np.ndarray]  # after one SGD step; empty if not asked for
-    trajectory: tuple[float, ...]
+    trajectory: tuple[float, ...]  # losses with the user's optimizer
+    norms: tuple[float, ...]  # of the gradients in it, before clipping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     metrics, gradients = run(params, batches[0], np.int32(0))
     loss, gradients = float(metrics["objective"]), flat(jax.device_get(gradients))
     if not with_steps:
-        return Measured(initial, start, loss, gradients, {}, ())
+        return Measured(initial, start, loss, gradients, {}, (), ())
     sgd = _build(_with_sgd(config))
     step = _compile(sgd.train_step, *sgd.abstract_step_arguments())
     # Plain SGD has no state: the tree of its abstract state has no leaves.
@@ -94,11 +95,12 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     begin = dataclasses.replace(begin, **{key: jnp.copy(getattr(state, key)) for key in ("step", "skipped", "skipped_in_row")})
     updated = flat(jax.device_get(step(begin, batches[0], SGD_RATE)[0].params))
     step = _compile(program.train_step, abstract, tokens, rate)
-    state, losses = dataclasses.replace(state, params=params), []
+    state, losses, norms = dataclasses.replace(state, params=params), [], []
     for number, batch in enumerate(batches):
         state, metrics = step(state, batch, np.float32(learning_rate(config, number)))
         losses.append(float(metrics["objective"]))
-    return Measured(initial, start, loss, gradients, updated, tuple(losses))
+        norms.append(float(metrics["grad_norm"]))
+    return Measured(initial, start, loss, gradients, updated, tuple(losses), tuple(norms))
 
 
 def plain(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
@@ -117,8 +119,9 @@ def judge(got: Measured, wanted: Measured) -> list[Row]:
     """The comparison of a layout with its reference: loss, trajectory (if both have one), then every weight."""
     rows = [_loss_row("loss", [got.loss], [wanted.loss], LOSS_TOLERANCE)]
     if got.trajectory:
-        name = f"losses of {len(wanted.trajectory)} steps"
-        rows.append(_loss_row(name, got.trajectory, wanted.trajectory, TRAJECTORY_TOLERANCE))
+        steps = f"of {len(wanted.trajectory)} steps"
+        rows.append(_loss_row(f"losses {steps}", got.trajectory, wanted.trajectory, TRAJECTORY_TOLERANCE))
+        rows.append(_loss_row(f"gradient norms {steps}", got.norms, wanted.norms, TRAJECTORY_TOLERANCE))
     if set(got.initial) != set(wanted.initial):
         raise ValueError(f"not the same weights: {sorted(set(got.initial) ^ set(wanted.initial))}")
     floor = SMALLEST_SHARE * max(_largest(g) for g in wanted.gradients.values())

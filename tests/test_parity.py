@@ -230,7 +230,7 @@ def measured(**changes):
     weights = {name: rng.standard_normal(5).astype(np.float32) for name in ("a", "b")}
     gradients = {"a": np.ones(5, np.float32), "b": np.full(5, 1e-9, np.float32)}  # b: nothing but rounding
     updated = {name: weights[name] - gradients[name] for name in weights}
-    return dataclasses.replace(parity.Measured(weights, weights, 2.0, gradients, updated, (2.0, 1.5)), **changes)
+    return dataclasses.replace(parity.Measured(weights, weights, 2.0, gradients, updated, (2.0, 1.5), (3.0, 1.0)), **changes)
 
 
 def entry(tree, name, value):
@@ -251,6 +251,7 @@ def test_what_counts_as_equal():
         (dict(trajectory=(2.0, 1.5 * (1 + 5e-5))), []),
         (dict(trajectory=(2.0, 1.5 * (1 + 2e-4))), ["losses of 2 steps"]),
         (dict(trajectory=(2.0, float("nan"))), ["losses of 2 steps"]),
+        (dict(norms=(3.0, 1.001)), ["gradient norms of 2 steps"]),
         (dict(gradients=entry(gradients, "a", 1 + 1e-5)), []),
         (dict(gradients=entry(gradients, "a", 1 + 4e-5)), ["a"]),
         (dict(gradients=entry(gradients, "a", np.nan)), ["a"]),
