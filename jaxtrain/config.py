@@ -140,6 +140,14 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },
+    "overlap": {
+        "schedule": Setting(
+            "pipelined",
+            "On GPUs. pipelined: collectives run an iteration of the layer loop ahead, few and large; xla: XLA's own defaults, "
+            "less memory and more waiting.",
+            choices=("pipelined", "xla"),
+        ),
+    },
     "optimizer": {
         "name": Setting("adamw", "Update rule.", choices=("adamw", "lion", "muon", "adafactor", "sgd")),
         "learning_rate": Setting(3e-4, "Peak learning rate.", low=0.0),

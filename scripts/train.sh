@@ -46,5 +46,5 @@ fi
 if [ -n "$quickstart" ] && [ -z "$help" ]; then
   echo
   echo "A sample from $workdir after \"def \":"
-  "$VENV_PYTHON" -m jaxtrain.generate "--workdir=$workdir" --prompt="def " || { code=$?; say "sampling stopped with exit code $code"; exit $code; }
+  "$VENV_PYTHON" -m jaxtrain.generate "--workdir=$workdir" --prompt="def " --temperature=0.6 || { code=$?; say "sampling stopped with exit code $code"; exit $code; }
 fi

@@ -34,8 +34,9 @@ DATA = ("mesh.data=8", "sharding.zero_stage=0", "model.num_layers=8")  # all 32 
 
 @functools.cache
 def step(*changes: str) -> plan.Compiled:
-    """One row of 4096 tokens per GPU, all of it recomputed in the backward, no accumulation."""
+    """One row of 4096 tokens per GPU, all of it recomputed in the backward, no accumulation, XLA's own schedule."""
     base = (
+        "overlap.schedule=xla",
         f"data.seq_len_tokens={T}",
         "data.global_batch_rows=8",
         "train.accumulation_steps=1",
@@ -141,6 +142,18 @@ def test_collectives_of_the_layers_run_beside_the_computation():
 
 
 @needs_plugin
+def test_pipelined_schedule_hides_all_of_the_layers():
+    """The default: what is left exposed is outside the loops (the head's gather, the peeled iterations)."""
+    waiting, pipelined = (
+        [c for c in found(*SHARDED, f"overlap.schedule={name}") if any(loop.trips > 1 for loop in c.loops)]
+        for name in ("xla", "pipelined")
+    )
+    assert hlo.exposed_bytes(waiting) > 2**30 and hlo.exposed_bytes(pipelined) == 0
+    assert [c.name for c in pipelined if not c.asynchronous] == []
+    assert hlo.wire_bytes(pipelined) > 30 * 2**30, "the loops have most of the traffic"
+
+
+@needs_plugin
 def test_tensor_parallelism_moves_activations_by_gather_and_scatter_only():
     collectives = found(*TENSOR)
     part, whole = tuple(sorted((8 // 2, T // 4, D))), tuple(sorted((8 // 2, T, D)))
@@ -185,6 +198,7 @@ def test_every_gpu_of_the_table_can_be_compiled_for(gpu):
 @needs_plugin
 def test_options_hold_for_one_compilation():
     config = tiny.config(mesh__fsdp=8, precision__compute_dtype="bfloat16", model__head_dim=64, memory__remat="full")
+    config.overlap.schedule = "xla"
     with pytest.raises(ConfigError, match=r"no option xla_gpu_enable_triton\b"):
         plan.compile_step(config, "b200:1x8", {"xla_gpu_enable_triton": True})
     with pytest.raises(ConfigError, match="xla_gpu_autotune_level"):

@@ -56,7 +56,7 @@ def test_quickstart_installs_once_trains_and_samples(scripts):
     workdir = f"--workdir={ROOT}/runs/quickstart"
     expected = [
         f"jaxtrain.main --config={ROOT}/configs/quickstart.py {workdir} --config.train.num_steps=5",
-        f"jaxtrain.generate {workdir} --prompt=def ",
+        f"jaxtrain.generate {workdir} --prompt=def  --temperature=0.6",
     ]
     code, stderr, calls = scripts("scripts/train.sh", "--config.train.num_steps=5")
     assert (code, installs(calls), programs(calls)) == (0, [""], expected), stderr
@@ -73,7 +73,7 @@ def test_quickstart_installs_once_trains_and_samples(scripts):
         (
             ["--workdir=here"],
             "--config={root}/configs/quickstart.py --workdir=here",
-            ["jaxtrain.generate --workdir=here --prompt=def "],
+            ["jaxtrain.generate --workdir=here --prompt=def  --temperature=0.6"],
         ),
         (["--help"], "--config={root}/configs/quickstart.py --workdir={root}/runs/quickstart --help", []),
     ],
@@ -105,7 +105,11 @@ def test_failures_keep_the_exit_code_and_say_where(scripts):
 def test_the_test_extra_joins_and_stays(scripts):
     scripts("scripts/train.sh")
     code, _, calls = scripts(".ci/run", "-k", "mesh", JAXTRAIN_PLAN="no")
-    assert (code, installs(calls), programs(calls)) == (0, ["[test]"], ["ruff check .", "pytest -k mesh"])
+    assert (code, installs(calls), programs(calls)) == (
+        0,
+        ["[test]"],
+        ["ruff check .", "pytest -n auto --dist loadfile -k mesh"],
+    )
     assert installs(scripts("scripts/train.sh")[2]) == []
     assert installs(scripts("scripts/train.sh", JAXTRAIN_ACCELERATOR="cuda12")[2]) == ["[cuda12,test]"]
     stamp = scripts.venv / "jaxtrain-installed"
@@ -114,7 +118,7 @@ def test_the_test_extra_joins_and_stays(scripts):
 
 
 def test_the_plan_extra_is_added_where_it_can_be(scripts, tmp_path):
-    tests = ["ruff check .", "pytest"]
+    tests = ["ruff check .", "pytest -n auto --dist loadfile"]
     mac = executable(tmp_path, "uname", "echo Darwin arm64\n")
     code, stderr, calls = scripts("scripts/test.sh", PATH=mac)
     assert (code, installs(calls), programs(calls)) == (0, ["[test]"], tests)

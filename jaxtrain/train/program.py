@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import optimizer as optimizers
-from jaxtrain import precision, runtime
+from jaxtrain import overlap, precision, runtime
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names
 from jaxtrain.model.loss import LossSums
@@ -143,7 +143,12 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=runtime.run_once_options(platform)),
-        train_step=jax.jit(train_step, out_shardings=(state_shardings, whole), donate_argnums=0),
+        train_step=jax.jit(
+            train_step,
+            out_shardings=(state_shardings, whole),
+            donate_argnums=0,
+            compiler_options=overlap.compiler_options(config, platform),
+        ),
         eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
         loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
         logits=jax.jit(lambda params, batch: logits(params, batch)[0][..., : model.vocab_size], out_shardings=whole),
