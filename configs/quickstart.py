@@ -31,20 +31,20 @@ def get_config(arg=None):
     config.precision.compute_dtype = "float32"  # CPUs emulate bfloat16
     config.optimizer.update(
         learning_rate=4e-3,
-        warmup_steps=20,
+        warmup_steps=30,
     )
     config.data.update(
         paths=("python_stdlib",),
         seq_len_tokens=256,
-        global_batch_rows=32,
+        global_batch_rows=16,
     )
     config.train.update(
-        num_steps=200,
-        log_every_steps=10,
+        num_steps=400,
+        log_every_steps=20,
     )
-    config.checkpoint.save_every_steps = 100
+    config.checkpoint.save_every_steps = 200
     config.eval.update(
-        every_steps=50,
+        every_steps=100,
         at_start=True,
         max_batches=10,
     )
