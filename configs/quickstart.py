@@ -48,8 +48,5 @@ def get_config(arg=None):
         at_start=True,
         max_batches=10,
     )
-    config.runtime.update(
-        platform="cpu",
-        fake_devices=8,
-    )
+    config.runtime.fake_devices = 8
     return config
