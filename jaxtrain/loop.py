@@ -61,9 +61,9 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         if restored:
             log.info("Continuing from the checkpoint of step %d", start)
         resolved = _resolved(config, program)
-        if jax.process_index() == 0:
-            configs.save(resolved, workdir / "config.json")
         first_process = jax.process_index() == 0
+        if first_process:
+            configs.save(resolved, workdir / "config.json")
         with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
             session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start)
             state = session.train(state)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
+from jaxtrain.sharding import is_dims
+
 MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
 
 
@@ -64,7 +66,7 @@ def make(config: ml_collections.ConfigDict, dims: Any) -> optax.GradientTransfor
 
 def is_matrix(dims: Any) -> Any:
     """Nested dict of bool like `dims`: does the weight multiply activations (and so decay)? Told by its name."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES, dims, is_leaf=_is_dims)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES, dims, is_leaf=is_dims)
 
 
 def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims: Any) -> optax.GradientTransformation:
@@ -85,8 +87,8 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
         columns = tuple(i for i, name in enumerate(names) if name in outputs)
         return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
 
-    specs = jax.tree_util.tree_map_with_path(numbers, dims, is_leaf=_is_dims)
-    labels = jax.tree_util.tree_map_with_path(lambda *a: "muon" if in_block(*a) else "adam", dims, is_leaf=_is_dims)
+    specs = jax.tree_util.tree_map_with_path(numbers, dims, is_leaf=is_dims)
+    labels = jax.tree_util.tree_map_with_path(lambda *a: "muon" if in_block(*a) else "adam", dims, is_leaf=is_dims)
 
     def rescale(updates, state, params=None):
         def one(update, spec):
@@ -114,7 +116,7 @@ def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) 
     def path_of(path):
         return tuple(getattr(key, "key", None) for key in path)
 
-    leaves, names = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(dims, is_leaf=_is_dims)
+    leaves, names = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(dims, is_leaf=is_dims)
     weights = {path_of(path): (leaf.shape, d) for (path, leaf), d in zip(leaves, names, strict=True)}
 
     def find(path, leaf):
@@ -126,7 +128,3 @@ def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) 
         return (None,) * leaf.ndim
 
     return jax.tree_util.tree_map_with_path(find, jax.eval_shape(optimizer.init, params))
-
-
-def _is_dims(x: Any) -> bool:
-    return isinstance(x, tuple)

@@ -23,7 +23,7 @@ def test_only_gpus_and_only_when_asked():
 
 
 def test_flags_of_the_user_win_and_are_reported(monkeypatch, caplog):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true --xla_dump_to=x")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     with caplog.at_level(logging.INFO):
         found = options()
     assert "xla_gpu_enable_triton_gemm" not in found and "xla_gpu_enable_while_loop_double_buffering" in found
