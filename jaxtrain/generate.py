@@ -21,7 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import command
 from jaxtrain.model.attention.block import Cache
 from jaxtrain.model.decoder import empty_cache
-from jaxtrain.model.weights import Weight
+from jaxtrain.model.weights import Stored
 from jaxtrain.observe.progress import setup_logging
 from jaxtrain.sharding import per_device
 from jaxtrain.train.program import Program, build_program
@@ -65,7 +65,7 @@ def _sample(program, options, params, prompt, key):
     weights, tokens, logits = ("storage", program.dims), ("activation", ("batch", None)), ("activation", ("batch", "vocab"))
 
     def advance(weights, tokens, start, cache):
-        decoder = program.merge(jax.tree.map(Weight, weights))
+        decoder = program.merge(jax.tree.map(Stored, weights))
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         x, cache = decoder.hidden(tokens, jnp.ones_like(tokens), positions, cache=cache, start=start)
         return decoder.logits(x[:, -1:])[:, 0], cache

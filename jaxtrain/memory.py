@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,15 @@ def name(x: Any, name: str) -> Any:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
 
-def rematerialize(block: Callable, remat: str) -> Callable:
-    """`block` under the policy of `memory.remat`. It is the body of a scan, so common subexpressions cannot leak out."""
-    policy = REMAT_POLICIES[remat]
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Of every `every` blocks, the last one keeps what `policy` says and the others keep everything."""
+
+    policy: str = "none"
+    every: int = 1
+
+
+def rematerialize(block: Callable, policy: str) -> Callable:
+    """`block` under a policy. It is the body of a loop, so common subexpressions cannot leak out."""
+    policy = REMAT_POLICIES[policy]
     return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -1,7 +1,6 @@
-"""The decoder: embedding, scanned blocks, final norm. Dense decoders of the Llama, Qwen, GPT-2 and Gemma families.
+"""The decoder: embedding, blocks, final norm. Dense decoders of the Llama, Qwen, GPT-2 and Gemma families.
 
-One block's code serves all layers: their weights are stacked with the layer as the leading dimension and
-`jax.lax.scan` runs over it, so that compile time and program size do not grow with depth.
+One block's code serves all layers: `stack` runs it over their stacked weights.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from jaxtrain.memory import name, rematerialize
-from jaxtrain.model import rope
+from jaxtrain.memory import Remat, name
+from jaxtrain.model import rope, stack
 from jaxtrain.model.attention.block import Attention, Cache, Rows
 from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
-from jaxtrain.model.vocabulary import Embedding, Head, head_matrix
-from jaxtrain.model.weights import Place
+from jaxtrain.model.vocabulary import Embedding, Head
+from jaxtrain.model.weights import Weight, places, ready
 from jaxtrain.sharding import Layout, all_gather, index
 
 EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dropout keys
@@ -59,11 +58,18 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """The whole model. `hidden` gives final activations; the head is applied by the loss or by `logits`.
 
-    Outside the step its weights are arrays; inside, code of one device, they are `weights.Weight`s.
+    Outside the step its weights are arrays; inside, code of one device, they are `weights.Stored`.
     """
 
     def __init__(
-        self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, dtype: Any, backend: str, remat: str = "none"
+        self,
+        rngs: nnx.Rngs,
+        model: ml_collections.ConfigDict,
+        layout: Layout,
+        dtype: Any,
+        backend: str,
+        remat: Remat,
+        prefetch: str,
     ):
         self.embedder = Embedding(rngs, model, layout)
         if model.position == "learned":
@@ -72,12 +78,11 @@ class Decoder(nnx.Module):
         self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
             self.head = Head(rngs, model, layout)
-        self.model, self.layout, self.dtype, self.remat = model, layout, dtype, remat
+        self.model, self.layout, self.dtype, self.remat, self.prefetch = model, layout, dtype, remat, prefetch
 
-    @property
-    def output(self) -> Embedding | Head:
-        """The head: its own matrix, or the embedding's table when tied."""
-        return self.embedder if self.model.tie_embeddings else self.head
+    def output(self) -> Weight:
+        """The head [D, V/tensor], fetched: its own matrix, or the embedding's table when tied."""
+        return (self.embedder if self.model.tie_embeddings else self.head).head(self.dtype)
 
     def hidden(
         self,
@@ -97,37 +102,37 @@ class Decoder(nnx.Module):
           cache: keys and values of the `start` tokens before these, stacked over layers, for sampling.
         """
         model, layout = self.model, self.layout
-        places = start + index(layout, "sequence") * tokens.shape[1] + jnp.arange(tokens.shape[1])  # [T] in the row
+        in_row = start + index(layout, "sequence") * tokens.shape[1] + jnp.arange(tokens.shape[1])  # [T] in the row
         own = (lambda x: own_positions(layout, x, x.ndim - 1)) if layout.sequence_parallel else lambda x: x
         keys = query_keys = None
         if dropout_key is not None:
-            query_keys = dropout_keys(*dropout_key, places)
-            keys = dropout_keys(*dropout_key, own(places))
+            query_keys = dropout_keys(*dropout_key, in_row)
+            keys = dropout_keys(*dropout_key, own(in_row))
         x = self.embedder.embed(tokens, self.dtype)
         if model.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(model.embed_dim), self.dtype)
         if model.position == "learned":
-            table = read(self.positions.table, self.positions.place)
+            table = read(ready(self.positions, layout, self.dtype).table)
             x = (x.astype(jnp.float32) + table[own(positions)]).astype(self.dtype)
         x = dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE))
         angles = rope.table(positions, model) if model.position == "rope" else None
-        rows = Rows(segments, places, all_gather(layout, segments, "sequence", 1), angles)
-        graph, weights = nnx.split(self.blocks)
+        rows = Rows(segments, in_row, all_gather(layout, segments, "sequence", 1), angles)
+        graph, stored = nnx.split(self.blocks)
 
-        def block(x, layer):
-            weights, number, window, cache = layer
+        def block(x, weights, of_layer, shared):
+            (number, window, cache), (rows, keys, query_keys) = of_layer, shared
             layer_keys = None if keys is None else (fold(keys, number), fold(query_keys, number))
             return nnx.merge(graph, weights)(x, rows, layer_keys, window, cache)
 
-        xs = (nnx.to_pure_dict(weights), jnp.arange(model.num_layers), jnp.asarray(layer_windows(model)), cache)
-        x, cache = jax.lax.scan(rematerialize(block, self.remat), x, xs)
-        return self.final_norm(x), cache
+        blocks = stack.Stack(block, places(stored, layout, self.dtype), model.num_layers, self.remat, self.prefetch)
+        of_layers = (jnp.arange(model.num_layers), jnp.asarray(layer_windows(model)), cache)
+        x, cache = stack.run(blocks, x, nnx.to_pure_dict(stored), of_layers, (rows, keys, query_keys))
+        return ready(self.final_norm, layout, self.dtype)(x), cache
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[B, t, D] -> this device's part [B, T, V/tensor] float32. For sampling and tests: training never builds them."""
-        matrix = head_matrix(*self.output.head, x.dtype)
         x = gather_positions(self.layout, x)
-        logits = jnp.einsum("BTD,DV->BTV", x, matrix, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("BTD,DV->BTV", x, self.output().value, preferred_element_type=jnp.float32)
         if self.model.logit_softcap:
             logits = self.model.logit_softcap * jnp.tanh(logits / self.model.logit_softcap)
         return logits
@@ -138,8 +143,7 @@ class PositionTable(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         dims = ("position", "embed")
-        self.table = weight(rngs, (model.max_len_tokens, model.embed_dim), dims, model.init_stddev)
-        self.place = Place(layout, dims, split_inputs=layout.sequence_parallel)
+        self.table = weight(rngs, (model.max_len_tokens, model.embed_dim), dims, model.init_stddev, layout.sequence_parallel)
 
 
 def layer_windows(model: ml_collections.ConfigDict) -> np.ndarray:
@@ -166,8 +170,13 @@ def dimension_names(decoder: Decoder) -> dict:
     return nnx.to_pure_dict(nnx.map_state(names, nnx.state(decoder, nnx.Param)))
 
 
+def weight_places(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
+    """Nested dict like the weights', of `weights.Place`s; those of blocks are a layer's."""
+    return places(nnx.state(decoder, nnx.Param), layout, dtype)
+
+
 def _norm(model: ml_collections.ConfigDict, layout: Layout) -> Norm:
-    return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset, layout, layout.sequence_parallel)
+    return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset, layout.sequence_parallel)
 
 
 def _stack(make, rngs: nnx.Rngs, count: int):

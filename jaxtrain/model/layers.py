@@ -14,20 +14,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.model.weights import Place
+from jaxtrain.model.weights import Weight
 from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
 
 
-def weight(rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float) -> nnx.Param:
-    """A float32 matrix, normal with `stddev`, that knows the names of its dimensions."""
+def weight(rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float, split_inputs: bool = False) -> nnx.Param:
+    """A float32 matrix, normal with `stddev`, that knows the names of its dimensions. `split_inputs`: see `weights.Place`."""
     if len(shape) != len(dims):
         raise ValueError(f"shape {tuple(shape)} and dimension names {dims} differ in rank")
-    return nnx.Param(stddev * jax.random.normal(rngs.params(), tuple(shape), jnp.float32), dims=dims)
+    normal = jax.random.normal(rngs.params(), tuple(shape), jnp.float32)
+    return nnx.Param(stddev * normal, dims=dims, matrix=True, split_inputs=split_inputs)
 
 
-def vector(shape: Sequence[int], dims: Dims, value: float) -> nnx.Param:
-    """A float32 norm scale or bias of constant value."""
-    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims)
+def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False) -> nnx.Param:
+    """A float32 norm scale or bias of constant value. `split_inputs`: as in `weights.Place`."""
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims, matrix=False, split_inputs=split_inputs)
 
 
 class Linear(nnx.Module):
@@ -48,15 +49,14 @@ class Linear(nnx.Module):
         bias_split: bool = False,
     ):
         self.kernel = weight(rngs, shape, dims, stddev)
-        self.bias = vector(*bias, 0.0) if bias else None
-        self.place = Place(layout, dims)
-        self.bias_place = Place(layout, bias[1], bias_split) if bias else None
+        self.bias = vector(*bias, 0.0, bias_split) if bias else None
+        self.layout = layout
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y + bias, added (and the bias gradient summed) in float32; y itself without a bias."""
         if self.bias is None:
             return y
-        return (y.astype(jnp.float32) + read(self.bias, self.bias_place)).astype(y.dtype)
+        return (y.astype(jnp.float32) + read(self.bias)).astype(y.dtype)
 
 
 class Norm(nnx.Module):
@@ -65,11 +65,10 @@ class Norm(nnx.Module):
     `split`: the devices of `tensor` see different inputs (positions or heads).
     """
 
-    def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, layout: Layout, split: bool):
+    def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, split: bool):
         self.kind, self.eps, self.unit_offset = kind, eps, unit_offset
-        self.scale = vector((width,), ("vector",), 0.0 if unit_offset else 1.0)
-        self.bias = vector((width,), ("vector",), 0.0) if kind == "layernorm" else None
-        self.place = Place(layout, ("vector",), split)
+        self.scale = vector((width,), ("vector",), 0.0 if unit_offset else 1.0, split)
+        self.bias = vector((width,), ("vector",), 0.0, split) if kind == "layernorm" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] in any float dtype -> the same shape and dtype."""
@@ -77,60 +76,54 @@ class Norm(nnx.Module):
         if self.kind == "layernorm":
             x32 = x32 - x32.mean(-1, keepdims=True)
         normal = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
-        scaled = normal * (read(self.scale, self.place) + (1.0 if self.unit_offset else 0.0))
+        scaled = normal * (read(self.scale) + (1.0 if self.unit_offset else 0.0))
         if self.bias is not None:
-            scaled = scaled + read(self.bias, self.place)
+            scaled = scaled + read(self.bias)
         return scaled.astype(x.dtype)
 
 
-def read(param: nnx.Param, place: Place) -> jax.Array:
-    """A scale, bias or small table in float32, whose gradient goes where `place` says."""
-    return _read(param.get_value(), place)
+def read(param: nnx.Param) -> jax.Array:
+    """A scale, bias or small table in float32."""
+    return _read(param.get_value())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _read(weight, place):
-    return place.fetch(weight.value, jnp.float32)
+@jax.custom_vjp
+def _read(weight: Weight) -> jax.Array:
+    return weight.value.astype(jnp.float32)
 
 
-_read.defvjp(
-    lambda weight, place: (_read(weight, place), weight),
-    lambda place, weight, g: (weight.gradient(place.give(g, weight)),),
-)
+_read.defvjp(lambda weight: (_read(weight), weight), lambda weight, g: (weight.gradient(g),))
 
 
 def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
     """Column-parallel products of one input: [B, t, D] -> per linear [B, T, ...] with this device's heads or mlp part.
 
     Forward: positions are gathered over `tensor` (sequence parallel) or are whole. Backward: the input's gradient is
-    summed over `tensor`, scattered back to positions. Kept for the backward: `x` as it came; positions and weights are
-    gathered again. Weight gradients leave their product in float32.
+    summed over `tensor`, scattered back to positions. Kept for the backward: `x` as it came; positions are gathered again.
+    Weight gradients leave their product in float32.
     """
-    outputs = _columns(x, [linear.kernel.get_value() for linear in linears], equation, tuple(li.place for li in linears))
+    outputs = _columns(x, [linear.kernel.get_value() for linear in linears], equation, linears[0].layout)
     return [linear.add_bias(y) for linear, y in zip(linears, outputs, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _columns(x, weights, equation, places):
-    x = gather_positions(places[0].layout, x)
-    return [jnp.einsum(equation, x, p.fetch(w.value, x.dtype)) for w, p in zip(weights, places, strict=True)]
+def _columns(x, weights, equation, layout):
+    x = gather_positions(layout, x)
+    return [jnp.einsum(equation, x, w.value) for w in weights]
 
 
-def _columns_forward(x, weights, equation, places):
-    return _columns(x, weights, equation, places), (x, weights)
+def _columns_forward(x, weights, equation, layout):
+    return _columns(x, weights, equation, layout), (x, weights)
 
 
-def _columns_backward(equation, places, residuals, gs):
-    (x, weights), layout = residuals, places[0].layout
+def _columns_backward(equation, layout, residuals, gs):
+    x, weights = residuals
     back, weigh = _transposed(equation)
-    dx = sum(
-        jnp.einsum(back, g, p.fetch(w.value, x.dtype), preferred_element_type=jnp.float32)
-        for g, w, p in zip(gs, weights, places, strict=True)
-    )
+    dx = sum(jnp.einsum(back, g, w.value, preferred_element_type=jnp.float32) for g, w in zip(gs, weights, strict=True))
     dx = scatter_positions(layout, dx.astype(x.dtype))
     x = gather_positions(layout, x)
     grads = [jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32) for g in gs]
-    return dx, [w.gradient(p.give(g, w)) for g, w, p in zip(grads, weights, places, strict=True)]
+    return dx, [w.gradient(g) for g, w in zip(grads, weights, strict=True)]
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
@@ -141,24 +134,24 @@ def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
 
     Forward: the sum is scattered to positions (sequence parallel) or whole. Backward: the gradient's positions are gathered.
     """
-    return linear.add_bias(_row(x, linear.kernel.get_value(), equation, linear.place))
+    return linear.add_bias(_row(x, linear.kernel.get_value(), equation, linear.layout))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _row(x, weight, equation, place):
-    return scatter_positions(place.layout, jnp.einsum(equation, x, place.fetch(weight.value, x.dtype)))
+def _row(x, weight, equation, layout):
+    return scatter_positions(layout, jnp.einsum(equation, x, weight.value))
 
 
-def _row_forward(x, weight, equation, place):
-    return _row(x, weight, equation, place), (x, weight)
+def _row_forward(x, weight, equation, layout):
+    return _row(x, weight, equation, layout), (x, weight)
 
 
-def _row_backward(equation, place, residuals, g):
+def _row_backward(equation, layout, residuals, g):
     x, weight = residuals
     back, weigh = _transposed(equation)
-    g = gather_positions(place.layout, g)
-    dx = jnp.einsum(back, g, place.fetch(weight.value, x.dtype))
-    return dx, weight.gradient(place.give(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32), weight))
+    g = gather_positions(layout, g)
+    dx = jnp.einsum(back, g, weight.value)
+    return dx, weight.gradient(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32))
 
 
 _row.defvjp(_row_forward, _row_backward)

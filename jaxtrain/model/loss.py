@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.vocabulary import TABLE, Embedding, Head, head_matrix
-from jaxtrain.sharding import index, pmax, psum
+from jaxtrain.model.weights import Weight
+from jaxtrain.sharding import Layout, index, pmax, psum
 
 IGNORE = -1  # a target of -1: this position has none
 
@@ -40,44 +40,35 @@ class LossSettings:
     softcap: float = 0.0
 
 
-def cross_entropy(x: jax.Array, head: Embedding | Head, targets: jax.Array, settings: LossSettings) -> LossSums:
-    """This device's loss sums of final activations against the head, a matrix of its own or the embedding's table (tied).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(x: jax.Array, head: Weight, targets: jax.Array, layout: Layout, settings: LossSettings) -> LossSums:
+    """This device's loss sums of final activations against the head.
 
     Args:
-      x [B, t, D] in compute dtype; targets [B, T] int32, -1 for none.
+      x [B, t, D] in compute dtype; head [D, V/tensor]; targets [B, T] int32, -1 for none.
 
     Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `tensor`, to be
     added up over `sharding.TOKEN_AXES`.
     """
-    weight, place = head.head
-    if isinstance(head, Embedding):  # the lookup adds the gradient of earlier microbatches
-        weight = dataclasses.replace(weight, earlier=None)
-    return _cross_entropy(x, weight, targets, place, settings)
+    return _run(x, head, targets, layout, settings, with_gradients=False)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _cross_entropy(x, weight, targets, place, settings):
-    return _run(x, weight, targets, place, settings, with_gradients=False)[0]
+def _forward(x, head, targets, layout, settings):
+    sums, dx, dhead = _run(x, head, targets, layout, settings, with_gradients=True)
+    return sums, (head, dx, dhead)
 
 
-def _forward(x, weight, targets, place, settings):
-    sums, dx, dhead = _run(x, weight, targets, place, settings, with_gradients=True)
-    return sums, (weight, dx, dhead)
+def _backward(layout, settings, residuals, g):
+    head, dx, dhead = residuals
+    return (dx * g.objective).astype(dx.dtype), head.gradient(dhead * g.objective), None
 
 
-def _backward(place, settings, residuals, g):
-    weight, dx, dhead = residuals
-    dhead = dhead.T if place.dims == TABLE else dhead
-    return (dx * g.objective).astype(dx.dtype), weight.gradient(place.give(dhead * g.objective, weight)), None
+cross_entropy.defvjp(_forward, _backward)
 
 
-_cross_entropy.defvjp(_forward, _backward)
-
-
-def _run(x, weight, targets, place, settings, with_gradients):
+def _run(x, head, targets, layout, settings, with_gradients):
     """All chunks: (LossSums, dx [B, t, D], this device's head gradient [D, V]), the last two only if asked for."""
-    layout, matrix = place.layout, head_matrix(weight, place, x.dtype)
-    tokens, width = targets.size, x.shape[-1]
+    matrix, tokens, width = head.value, targets.size, x.shape[-1]
     chunk = min(settings.chunk_tokens, tokens)
     count = -(-tokens // chunk)
     fill = count * chunk - tokens

@@ -6,6 +6,7 @@ a softmax, and get no gradient. Neither table nor logits are gathered over `tens
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,7 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.weights import Place, Weight
+from jaxtrain.model.weights import Place, Stored, Weight, fetch
 from jaxtrain.sharding import Layout, all_gather, all_to_all, index
 
 TABLE = ("vocab", "embed")
@@ -32,13 +33,13 @@ class Embedding(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         rows = jnp.arange(padded_size(model))[:, None] < model.vocab_size
         normal = jax.random.normal(rngs.params(), (padded_size(model), model.embed_dim), jnp.float32)
-        self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=TABLE)
-        self.place = Place(layout, TABLE)
+        self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=TABLE, matrix=True)
+        self.layout = layout
 
-    @property
-    def head(self) -> tuple[Weight, Place]:
-        """The tied head: (weight, place)."""
-        return self.table.get_value(), self.place
+    def head(self, dtype: Any) -> Weight:
+        """The tied head [D, V/tensor], fetched. The lookup adds the gradient of earlier microbatches."""
+        weight = fetch(dataclasses.replace(self.table.get_value(), earlier=None), _place(self.table, self.layout, dtype))
+        return jax.tree.map(jnp.transpose, weight)
 
     def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """Rows of the table for tokens [B, T], as `dtype` [B, t, D].
@@ -46,7 +47,7 @@ class Embedding(nnx.Module):
         Each device of `tensor` looks up the ids it owns and the results are summed. The gradient is scattered and summed in
         float32: in bfloat16, a frequent token's row would stop growing.
         """
-        return _embed(self.table.get_value(), tokens, self.place, dtype)
+        return _embed(self.table.get_value(), tokens, _place(self.table, self.layout, dtype))
 
 
 class Head(nnx.Module):
@@ -55,48 +56,46 @@ class Head(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         columns = jnp.arange(padded_size(model)) < model.vocab_size
         normal = jax.random.normal(rngs.params(), (model.embed_dim, padded_size(model)), jnp.float32)
-        self.kernel = nnx.Param(jnp.where(columns, model.init_stddev * normal, 0.0), dims=("embed", "vocab"))
-        self.place = Place(layout, ("embed", "vocab"))
+        self.kernel = nnx.Param(jnp.where(columns, model.init_stddev * normal, 0.0), dims=("embed", "vocab"), matrix=True)
+        self.layout = layout
 
-    @property
-    def head(self) -> tuple[Weight, Place]:
-        """(weight, place)."""
-        return self.kernel.get_value(), self.place
-
-
-def head_matrix(weight: Weight, place: Place, dtype: Any) -> jax.Array:
-    """This device's part [D, V/tensor] of a head of either kind."""
-    matrix = place.fetch(weight.value, dtype)
-    return matrix.T if place.dims == TABLE else matrix
+    def head(self, dtype: Any) -> Weight:
+        """This device's part [D, V/tensor], fetched."""
+        return fetch(self.kernel.get_value(), _place(self.kernel, self.layout, dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _embed(weight, tokens, place, dtype):
+def _place(param: nnx.Param, layout: Layout, dtype: Any) -> Place:
+    return Place(layout, param.get_metadata()["dims"], jnp.dtype(dtype), matrix=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _embed(stored, tokens, place):
     """Under ZeRO-3 ids travel instead of the table: each device of `fsdp` looks up its part of D for all their tokens."""
     layout = place.layout
     sharded = place.sharded("working")
     ids = all_gather(layout, tokens, "fsdp", 0) if sharded else tokens
-    table = weight.value.astype(dtype)
+    table = stored.value.astype(place.dtype)
     rows, owned = _own_rows(table.shape[0], ids, layout)
     found = jnp.where(owned[..., None], table[rows], 0)
     return scatter_positions(layout, all_to_all(layout, found, "fsdp", 0, 2) if sharded else found)
 
 
-def _embed_forward(weight, tokens, place, dtype):
-    return _embed(weight, tokens, place, dtype), (weight, tokens)
+def _embed_forward(stored, tokens, place):
+    return _embed(stored, tokens, place), (stored, tokens)
 
 
-def _embed_backward(place, dtype, residuals, g):
-    (weight, tokens), layout = residuals, place.layout
+def _embed_backward(place, residuals, g):
+    (stored, tokens), layout = residuals, place.layout
     sharded = place.sharded("working")
     g, ids = gather_positions(layout, g), tokens
     if sharded:  # the gradient of this device's part of D, from all tokens of `fsdp`: nothing is left to sum there
         g, ids = all_to_all(layout, g, "fsdp", 2, 0), all_gather(layout, tokens, "fsdp", 0)
-    size = weight.value.shape[0]
+    size = stored.value.shape[0]
     rows, owned = _own_rows(size, ids, layout)
     g = jnp.where(owned[..., None], g, 0).astype(jnp.float32)
     gradient = jnp.zeros((size, g.shape[-1]), jnp.float32).at[rows].add(g)
-    return weight.gradient(place.give(gradient, weight, scattered=sharded)), None
+    slot = place.give(gradient, stored.earlier, stored.last, scattered=sharded)
+    return Stored(None, slot, None, stored.last), None
 
 
 _embed.defvjp(_embed_forward, _embed_backward)

@@ -1,37 +1,57 @@
 """A weight inside the step: how a device gets the part it multiplies with, and where its gradient goes.
 
-Products take a working weight that may be sharded (ZeRO-3) and give back a float32 gradient in the placement its sum is
-kept in. The gradient does not return as the cotangent of the weight, whose dtype it would have to share, but as that of a
-`slot`: zeros that nobody reads, in the gradient's own shape and dtype.
+A `Stored` weight lies in its working placement, which may be sharded (ZeRO-3). `Place.fetch` makes of it the `Weight` that
+products take, `Place.give` brings its float32 gradient to the placement its sum is kept in. `jaxtrain.model.stack` does both
+for the blocks, layer by layer and ahead of time; `ready` for the other modules.
+
+Gradients do not return as the cotangent of a value, whose dtype they would have to share, but as that of a `slot`: zeros that
+nobody reads, in the gradient's own shape and dtype.
 
 Sums over devices that a stage can put off (DDP's no_sync: Li et al. 2020, section 3.2.4) are made once per step, in the
-backward of its last microbatch, weight by weight, so that the rest of that backward hides them.
+backward of its last microbatch, weight by weight, so that the rest of that backward hides them. Those of vectors (norm
+scales, biases) are too small to be sent one by one and are all made together at the end of the step (`Place.finish`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """A leaf of the model's weights in the step. `slot` is None when no gradient is wanted."""
+class Stored:
+    """A weight as the step holds it, perhaps of all layers. `slot` is None when no gradient is wanted."""
 
     value: jax.Array  # working placement
     slot: jax.Array | None = None  # float32 zeros; its gradient is the weight's
     earlier: jax.Array | None = None  # float32 sum over earlier microbatches, gradient placement, to be added in the last one
     last: bool = dataclasses.field(default=True, metadata={"static": True})  # sum over all devices; else what cannot wait
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight as products take it: this device's part, in the dtype it is used in."""
+
+    value: jax.Array
+    slot: jax.Array | None = None  # float32 zeros like `value`; its gradient is the weight's
+
     def gradient(self, slot: jax.Array) -> Weight:
         """The cotangent of this leaf when that of its slot is `slot`."""
-        return Weight(None, slot, None, self.last)
+        return Weight(None, slot)
+
+
+def is_stored(x: Any) -> bool:
+    """Whether a node of a tree is a `Stored`."""
+    return isinstance(x, Stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +60,28 @@ class Place:
 
     Attributes:
       dims: names of its dimensions, as stored, without the layers.
-      split_inputs: its products see different inputs on the devices of `tensor` although it is whole there (a norm scale
-        under sequence parallelism, a scale on heads), so that its gradient must be summed over them.
+      dtype: in which it is used, and gathered.
+      matrix: it multiplies activations; else a vector, a scale or bias.
+      split_inputs: it sees different inputs on the devices of `tensor` although it is whole there (a norm scale under
+        sequence parallelism, a scale on heads), so that its gradient must be summed over them.
     """
 
     layout: Layout
     dims: Dims
+    dtype: Any
+    matrix: bool
     split_inputs: bool = False
 
-    def fetch(self, value: jax.Array, dtype: Any, placement: str = "working") -> jax.Array:
+    def fetch(self, value: jax.Array, placement: str = "working") -> jax.Array:
         """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
-        value = self.gather(value, dtype, placement)
-        for dim, name in enumerate(self.dims):
-            if name in ("heads", "kv_heads") and not self.layout.divided(name):
-                value = self._pick_heads(value, dim, name)
+        value = self.gather(value, placement)
+        for dim, name in self._undivided():
+            value = self._pick_heads(value, dim, name)
         return value
 
-    def gather(self, value: jax.Array, dtype: Any, placement: str) -> jax.Array:
+    def gather(self, value: jax.Array, placement: str) -> jax.Array:
         """A weight in `placement` as `dtype`, whole over `fsdp`. May be stacked: dims are counted from the end."""
-        value = value.astype(dtype)
+        value = value.astype(self.dtype)
         for dim, name in enumerate(self.dims, value.ndim - len(self.dims)):
             if "fsdp" in self.layout.axes(name, placement):
                 value = all_gather(self.layout, value, "fsdp", dim)
@@ -68,32 +91,46 @@ class Place:
         """Whether the weight is split over `fsdp` in a placement."""
         return self.layout.size("fsdp") > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
 
-    def give(self, gradient: jax.Array, weight: Weight, scattered: bool = False) -> jax.Array:
-        """Where the float32 gradient of what `fetch` returned goes: the cotangent of the weight's slot.
+    def give(self, gradient: jax.Array, earlier: jax.Array | None, last: bool, scattered: bool = False) -> jax.Array:
+        """Where the float32 gradient of what `fetch` returned goes.
 
         `scattered`: it is that of this device's shard, summed over `fsdp` already.
 
         Before the last microbatch: gradient placement, summed over `fsdp` only where that placement is sharded. In the last:
-        optimizer placement, earlier microbatches added, summed over all devices that share the weight.
+        optimizer placement, earlier microbatches added, summed over all devices that share the weight; vectors not yet.
         """
-        layout = self.layout
-        for dim, name in enumerate(self.dims):
-            if name in ("heads", "kv_heads") and not layout.divided(name):
-                gradient = psum(layout, self._return_heads(gradient, dim, name), "tensor")
-        if self.split_inputs:
-            gradient = psum(layout, gradient, "tensor")
+        for dim, name in self._undivided():
+            gradient = self._return_heads(gradient, dim, name)
         early = scattered or self.sharded("gradient")
         gradient = gradient if scattered else self._scatter(gradient, "gradient")
-        if weight.earlier is not None:
-            gradient = gradient + weight.earlier
-        if not weight.last:
+        if earlier is not None:
+            gradient = gradient + earlier
+        if not last or not self.matrix:
             return gradient
         gradient = gradient if early else self._scatter(gradient, "optimizer")
-        done = {"fsdp"} if early or self.sharded("optimizer") else set()
-        rest = [axis for axis in TOKEN_AXES if axis not in done]
-        if layout.size(*rest) == 1:
+        axes = self._sum_axes(early or self.sharded("optimizer"))
+        if self.layout.size(*axes) == 1:
             return gradient
-        return psum(layout, gradient.astype(layout.reduce_dtype), *rest).astype(jnp.float32)
+        return psum(self.layout, gradient.astype(self.layout.reduce_dtype), *axes).astype(jnp.float32)
+
+    def finish(self, gradient: jax.Array) -> jax.Array:
+        """A gradient at the end of the step, perhaps of all layers: those of vectors summed over devices."""
+        return gradient if self.matrix else psum(self.layout, gradient, *self._sum_axes(False))
+
+    def sends(self, last: bool) -> bool:
+        """Whether `give` communicates."""
+        if not self.matrix:
+            return False
+        return self.sharded("gradient") or last and (self.sharded("optimizer") or self.layout.size(*self._sum_axes(False)) > 1)
+
+    def _sum_axes(self, scattered):
+        """Axes over which a gradient is still to be summed."""
+        shared = ("tensor",) if self.split_inputs or self._undivided() else ()
+        return (*(axis for axis in TOKEN_AXES if axis != "fsdp" or not scattered), *shared)
+
+    def _undivided(self):
+        """(dim, name) of heads that every device of `tensor` stores whole."""
+        return [(i, n) for i, n in enumerate(self.dims) if n in ("heads", "kv_heads") and not self.layout.divided(n)]
 
     def _scatter(self, gradient, placement):
         """Summed over `fsdp` and scattered where the placement is sharded; else as it is."""
@@ -152,4 +189,37 @@ def _pad(x, dim, size):
 
 def own_heads_of(x: jax.Array, dim: int, layout: Layout) -> jax.Array:
     """This device's query heads of an array that has all of them, unpadded, along `dim` (dropout factors)."""
-    return Place(layout, ())._pick_heads(x, dim, "heads")
+    return Place(layout, (), x.dtype, False)._pick_heads(x, dim, "heads")
+
+
+def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
+    """Nested dict like the weights' of the `Place`s of a module's variables; matrices are used in `dtype`."""
+
+    def place(path, variable):
+        facts = variable.get_metadata()
+        matrix = facts["matrix"]
+        return Place(
+            layout, facts["dims"], jnp.dtype(dtype if matrix else jnp.float32), matrix, facts.get("split_inputs", False)
+        )
+
+    return nnx.to_pure_dict(nnx.map_state(place, variables))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def fetch(stored: Stored, place: Place) -> Weight:
+    """A stored weight, ready for products."""
+    value = place.fetch(stored.value)
+    return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
+
+
+fetch.defvjp(
+    lambda stored, place: (fetch(stored, place), stored),
+    lambda place, stored, g: (Stored(None, place.give(g.slot, stored.earlier, stored.last), None, stored.last),),
+)
+
+
+def ready(module: Any, layout: Layout, dtype: Any) -> Any:
+    """A module with its stored weights fetched."""
+    graph, variables = nnx.split(module)
+    found = nnx.to_pure_dict(variables)
+    return nnx.merge(graph, jax.tree.map(fetch, found, places(variables, layout, dtype), is_leaf=is_stored))

@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import optimizer as optimizers
 from jaxtrain import overlap, precision, runtime
+from jaxtrain.memory import Remat
 from jaxtrain.model.attention.dispatch import choose
-from jaxtrain.model.decoder import Decoder, dimension_names
+from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
 from jaxtrain.model.loss import LossSums
 from jaxtrain.sharding import Layout, make_layout, tree_shardings
 from jaxtrain.train.device import device_functions
@@ -101,7 +102,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     dtype = precision.compute_dtype(config)
 
     def make(key):
-        return Decoder(nnx.Rngs(params=key), model, layout, dtype, backend, config.memory.remat)
+        return Decoder(nnx.Rngs(params=key), model, layout, dtype, backend, Remat(config.memory.remat), "both")
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, weights = nnx.split(abstract, nnx.Param)
@@ -120,7 +121,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 
-    gradients, evaluation, logits = device_functions(config, layout, merge, abstract_params, dims)
+    gradients, evaluation, logits = device_functions(
+        config, layout, merge, abstract_params, weight_places(abstract, layout, dtype), dims
+    )
 
     def loss_and_grads(params, batch, step):
         sums, grads = gradients(params, batch, step)

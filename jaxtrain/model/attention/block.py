@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         bias = ((d,), ("vector",)) if model.attention_out_bias else None
         dims = ("embed", "heads", "head_dim")
         self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, bias_split=layout.sequence_parallel)
-        norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, layout, True)
+        norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, True)
         self.query_norm = Norm(*norm) if model.qk_norm else None
         self.key_norm = Norm(*norm) if model.qk_norm else None
         self.model, self.layout, self.backend = model, layout, backend
