@@ -1,7 +1,7 @@
 """All sharding rules, and the collectives that follow from them. No PartitionSpec is written elsewhere.
 
 One table maps the names of array dimensions to mesh axes. Every weight has four placements: `storage` (float32 master),
-`optimizer` (moments), `gradient` (sums over microbatches) and `working` (the copy that a step's products start from). The
+`optimizer` (moments), `gradient` (sums over microbatches) and `working` (what is held of it between products). The
 ZeRO stage is nothing but which of these carry the `fsdp` axis (Rajbhandari et al. 2020, section 5).
 
 Model code runs once per device on that device's own shards (`per_device`), and every collective is a call of the functions
@@ -32,6 +32,7 @@ WEIGHT_RULES: dict[str, str | None] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "embed": "fsdp",
+    "lookup": "fsdp",  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
     "head_dim": None,
     "position": None,
     "vector": None,  # norm scales and biases of the residual: whole everywhere, too small to send in pieces
@@ -87,7 +88,8 @@ class Layout:
         axis = WEIGHT_RULES[dim]
         if axis is None or (dim in ("heads", "kv_heads") and not self.divided(dim)):
             return ()
-        if axis == "fsdp" and placement not in ZERO_STAGES[self.zero_stage]:
+        sharded = ZERO_STAGES[self.zero_stage]
+        if axis == "fsdp" and placement not in sharded and not (dim == "lookup" and "storage" in sharded):
             return ()
         return (axis,)
 

@@ -6,7 +6,7 @@ One block's code serves all layers: `stack` runs it over their stacked weights.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,15 @@ class Block(nnx.Module):
         return x + dropout(branch, self.model.dropout_residual, keys)
 
 
+class Final(NamedTuple):
+    """What the decoder gives out."""
+
+    x: jax.Array  # final activations [B, t, D] in compute dtype
+    head: Weight  # [D, V/tensor], to multiply them with
+    cache: Cache | None
+    fetched: Any  # of a nested dict like the weights, those that can be used again as ready ones; None if there are none
+
+
 class Decoder(nnx.Module):
     """The whole model. `hidden` gives final activations; the head is applied by the loss or by `logits`.
 
@@ -71,18 +80,14 @@ class Decoder(nnx.Module):
         remat: Remat,
         prefetch: str,
     ):
-        self.embedder = Embedding(rngs, model, layout)
+        self.embedder = Embedding(rngs, model, layout, dtype)
         if model.position == "learned":
             self.positions = PositionTable(rngs, model, layout)
         self.blocks = _stack(lambda rngs: Block(rngs, model, layout, backend), rngs, model.num_layers)
         self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
-            self.head = Head(rngs, model, layout)
+            self.head = Head(rngs, model, layout, dtype)
         self.model, self.layout, self.dtype, self.remat, self.prefetch = model, layout, dtype, remat, prefetch
-
-    def output(self) -> Weight:
-        """The head [D, V/tensor], fetched: its own matrix, or the embedding's table when tied."""
-        return (self.embedder if self.model.tie_embeddings else self.head).head(self.dtype)
 
     def hidden(
         self,
@@ -92,8 +97,8 @@ class Decoder(nnx.Module):
         dropout_key: tuple[int, jax.Array, jax.Array] | None = None,
         cache: Cache | None = None,
         start: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Final activations [B, t, D] in compute dtype, and the cache.
+    ) -> Final:
+        """Embedding, blocks and final norm.
 
         Args:
           tokens, segments, positions: [B, T] int32, this device's rows and places; segment 0 is padding; positions count
@@ -108,12 +113,12 @@ class Decoder(nnx.Module):
         if dropout_key is not None:
             query_keys = dropout_keys(*dropout_key, in_row)
             keys = dropout_keys(*dropout_key, own(in_row))
-        x = self.embedder.embed(tokens, self.dtype)
+        x = self.embedder.embed(tokens)
         if model.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(model.embed_dim), self.dtype)
         if model.position == "learned":
-            table = read(ready(self.positions, layout, self.dtype).table)
-            x = (x.astype(jnp.float32) + table[own(positions)]).astype(self.dtype)
+            table = ready(self.positions, layout, self.dtype).table
+            x = (x.astype(jnp.float32) + read(table)[own(positions)]).astype(self.dtype)
         x = dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE))
         angles = rope.table(positions, model) if model.position == "rope" else None
         rows = Rows(segments, in_row, all_gather(layout, segments, "sequence", 1), angles)
@@ -124,15 +129,28 @@ class Decoder(nnx.Module):
             layer_keys = None if keys is None else (fold(keys, number), fold(query_keys, number))
             return nnx.merge(graph, weights)(x, rows, layer_keys, window, cache)
 
-        blocks = stack.Stack(block, places(stored, layout, self.dtype), model.num_layers, self.remat, self.prefetch)
+        norm_graph, norm = nnx.split(self.final_norm)
+        head, head_place = (self.embedder if model.tie_embeddings else self.head).head
+        after = {"norm": nnx.to_pure_dict(norm), "head": head}
+        after_places = {"norm": places(norm, layout, self.dtype), "head": head_place}
+        block_places = places(stored, layout, self.dtype)
+        blocks = stack.Stack(block, block_places, after_places, model.num_layers, self.remat, self.prefetch)
         of_layers = (jnp.arange(model.num_layers), jnp.asarray(layer_windows(model)), cache)
-        x, cache = stack.run(blocks, x, nnx.to_pure_dict(stored), of_layers, (rows, keys, query_keys))
-        return ready(self.final_norm, layout, self.dtype)(x), cache
+        x, after, cache, kept = stack.run(blocks, x, nnx.to_pure_dict(stored), after, of_layers, (rows, keys, query_keys))
+        x = nnx.merge(norm_graph, after["norm"])(x)
+        head = after["head"]
+        if kept is not None:
+            kept = {"blocks": kept} | (
+                {"embedder": {"table": head.value}} if model.tie_embeddings else {"head": {"kernel": head.value}}
+            )
+            if model.position == "learned":
+                kept["positions"] = {"table": table.get_value().value}
+        return Final(x, jax.tree.map(jnp.transpose, head) if model.tie_embeddings else head, cache, kept)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[B, t, D] -> this device's part [B, T, V/tensor] float32. For sampling and tests: training never builds them."""
+    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+        """[B, t, D], [D, V/tensor] -> this device's part [B, T, V/tensor] float32. Training never builds them."""
         x = gather_positions(self.layout, x)
-        logits = jnp.einsum("BTD,DV->BTV", x, self.output().value, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("BTD,DV->BTV", x, head.value, preferred_element_type=jnp.float32)
         if self.model.logit_softcap:
             logits = self.model.logit_softcap * jnp.tanh(logits / self.model.logit_softcap)
         return logits

@@ -6,6 +6,8 @@ scan and to the compiler:
 
 - While a block computes, the weights of the next one in order (ZeRO-3) are on their way: `overlap.prefetch`. They are
   gathered anew for the backward; only those of the last block are kept from the forward, which its backward starts with.
+- Weights that are used after the blocks (final norm, head) come along: they are fetched and their gradients reduced
+  beside the last block, which stands outside the loop where anything is sent.
 - In the backward, gradients are added to the sums over microbatches in place, so that no second set of them exists.
 - What a block's backward computes last (attention's gradients) is reduced while the next block computes.
 - What a block keeps for its backward is up to `jaxtrain.memory`; its weights are never among it.
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.memory import Remat, rematerialize
-from jaxtrain.model.weights import Stored, Weight, is_stored
+from jaxtrain.model.weights import Weight, fetch, is_stored
 
 LAST_IN_BACKWARD = "attention"  # the part of a block whose gradients come last
 
@@ -34,7 +36,7 @@ class Stack:
     Attributes:
       block: `(x, weights, of_layer, shared) -> (x, out)` for one layer: weights a nested dict of `Weight`s, x and the new x
         alike, `of_layer` what differs between layers beside weights, `shared` what does not.
-      places: nested dict of `Place`s like the weights'.
+      places, after: nested dicts of `weights.Place`s like the weights of the blocks and those used after them.
       count: layers.
       remat: what blocks keep for the backward.
       prefetch: "off", "forward", "backward" or "both".
@@ -42,27 +44,44 @@ class Stack:
 
     block: Callable
     places: Any
+    after: Any
     count: int
     remat: Remat
     prefetch: str
 
-    def ahead(self, direction: str) -> bool:
+    def ahead(self, direction: str, stored: Any) -> bool:
         """Whether weights are fetched a block ahead. Only what must be sent is worth it."""
-        return self.prefetch in (direction, "both") and any(p.sharded("working") for p in jax.tree.leaves(self.places))
+        return self.prefetch in (direction, "both") and self.gathers(stored)
+
+    def gathers(self, stored: Any) -> bool:
+        """Whether fetching weights communicates."""
+        return any(jax.tree.leaves(jax.tree.map(lambda s, p: p.gathers(s), stored, self.places, is_leaf=is_stored)))
+
+    def keeps(self, stored: Any) -> bool:
+        """Whether weights that are fetched now are to be kept for the whole step."""
+        return self.gathers(stored) and any(place.kept for place in jax.tree.leaves(self.places))
 
     def fetch(self, stored: Any, number: jax.Array | int) -> Any:
         """Nested dict of `Weight`s of a layer; the nearest layer for a number beyond the ends."""
         number = jnp.clip(number, 0, self.count - 1)
 
         def one(stored, place):
-            value = place.fetch(_of(stored.value, number))
-            return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
+            return place.fetch(dataclasses.replace(stored, value=_of(stored.value, number)))
 
         with jax.named_scope("fetch"):
             return jax.tree.map(one, stored, self.places, is_leaf=is_stored)
 
-    def give(self, sums: Any, gradients: Any, stored: Any, number: jax.Array, write: jax.Array | bool = True) -> Any:
-        """Sums [L, ...] with a layer's gradients given to them, unless `write` is False. None among gradients: no change."""
+    def loops(self, stored: Any, every: int) -> int:
+        """How many groups of `every` blocks run in the loop: all, or all but the last where something is sent."""
+
+        def sends(stored, place):
+            return stored.slot is not None and place.sends(stored.last)
+
+        gives = jax.tree.leaves(jax.tree.map(sends, stored, self.places, is_leaf=is_stored))
+        return self.count // every - (self.gathers(stored) or any(gives))
+
+    def give(self, sums: Any, gradients: Any, stored: Any, number: jax.Array | int) -> Any:
+        """Sums [L, ...] with a layer's gradients given to them. None among gradients: no change."""
 
         def one(sums, gradient, stored, place):
             if gradient is None:
@@ -72,57 +91,77 @@ class Stack:
             if earlier is not None:
                 earlier = old if earlier.shape == sums.shape else _of(earlier, number)
             new = place.give(gradient, earlier, stored.last)
-            return jax.lax.dynamic_update_index_in_dim(sums, new if write is True else jnp.where(write, new, old), number, 0)
+            return _put(sums, new, number)
 
         with jax.named_scope("give"):
             return jax.tree.map(one, sums, gradients, stored, self.places, is_leaf=lambda x: x is None or is_stored(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run(stack: Stack, x: Any, stored: Any, of_layers: Any, shared: Any) -> tuple[Any, Any]:
+def run(stack: Stack, x: Any, stored: Any, after: Any, of_layers: Any, shared: Any) -> tuple[Any, Any, Any, Any]:
     """x through all blocks.
 
     Args:
-      stored: nested dict of `Stored` weights [L, ...]; of_layers: arrays [L, ...].
+      stored: nested dict of `Stored` weights [L, ...]; after: dict of `Stored` weights for use after the blocks;
+      of_layers: arrays [L, ...].
 
     Returns:
-      x, and what the blocks gave out, stacked [L, ...]. Gradients flow from x to x and to the weights' slots.
+      x; `after` as `Weight`s; what the blocks gave out, stacked [L, ...], None when differentiated; and, when differentiated
+      and `stack.keeps`, the weights that were fetched, [L, ...], to be used as ready ones. Gradients flow to x and slots.
     """
-    return _forward(stack, x, stored, of_layers, shared, keep=False)[:2]
+    x, _, (out, _), last = _forward(stack, x, stored, of_layers, shared, keep=False)
+    out = out if last is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), out, last[0])
+    return x, jax.tree.map(fetch, after, stack.after, is_leaf=is_stored), out, None
 
 
 def _forward(stack, x, stored, of_layers, shared, keep):
-    every, ahead = stack.remat.every if keep else 1, stack.ahead("forward")
+    every, ahead = stack.remat.every if keep else 1, stack.ahead("forward", stored)
+    copies = keep and stack.keeps(stored)
 
     def blocks(carry, group):
-        (x, fetched), outs, kept = carry, [], []
+        (x, weights, copy), outs = carry, []
         for turn in range(every):
             number = group * every + turn
-            weights = fetched if ahead else stack.fetch(stored, number)
-            fetched = stack.fetch(stored, number + 1) if ahead else None
-            of_layer = _layer(of_layers, number)
+            mine = weights if ahead else stack.fetch(stored, number)
+            is_last = isinstance(number, int) and number == stack.count - 1
+            weights = mine if is_last else stack.fetch(stored, number + 1) if ahead else None
+            if copies:
+                copy = jax.tree.map(lambda c, w: _put(c, w.value, number), copy, mine, is_leaf=_is_weight)  # noqa: B023
             if keep:
-                x, residuals = _keep(_block(stack, turn), x, weights, of_layer, shared)
-                kept.append(residuals)
+                x, out = _keep(_block(stack, turn), x, mine, _layer(of_layers, number), shared)
             else:
-                x, out = stack.block(x, weights, of_layer, shared)
-                outs.append(out)
-        return (x, fetched), (kept if keep else outs[0])
+                x, out = stack.block(x, mine, _layer(of_layers, number), shared)
+            outs.append(out)
+        return (x, weights, copy), (outs if keep else outs[0])
 
-    start = (x, stack.fetch(stored, 0) if ahead else None)
+    loops = stack.loops(stored, every)
     with jax.named_scope("forward"):
-        (x, fetched), rest = jax.lax.scan(blocks, start, jnp.arange(stack.count // every))
-    return x, rest, fetched
+        copy = None
+        if copies:
+            shapes = jax.eval_shape(lambda: stack.fetch(stored, 0))
+            copy = jax.tree.map(lambda w: jnp.zeros((stack.count, *w.value.shape), w.value.dtype), shapes, is_leaf=_is_weight)
+        start = (x, stack.fetch(stored, 0) if ahead else None, copy)
+        carry, rest = jax.lax.scan(blocks, start, jnp.arange(loops))
+        last = None
+        if loops * every < stack.count:
+            carry, last = blocks(carry, loops)
+    x, weights, copy = carry
+    return x, weights, (rest, copy), last
 
 
-def _forward_and_keep(stack, x, stored, of_layers, shared):
-    x, kept, fetched = _forward(stack, x, stored, of_layers, shared, keep=True)
-    return (x, None), (stored, of_layers, shared, kept, fetched)
+def _forward_and_keep(stack, x, stored, after, of_layers, shared):
+    x, weights, (kept, copy), last = _forward(stack, x, stored, of_layers, shared, keep=True)
+    after_weights = jax.tree.map(fetch, after, stack.after, is_leaf=is_stored)
+    return (x, after_weights, None, copy), (stored, after, of_layers, shared, kept, last, copy, weights)
 
 
 def _backward(stack, residuals, cotangents):
-    stored, of_layers, shared, kept, fetched = residuals
-    every, ahead = stack.remat.every, stack.ahead("backward")
+    stored, after, of_layers, shared, kept, last, copy, weights = residuals
+    dx, after_gradients, _, _ = cotangents
+    primal = stored
+    if copy is not None:
+        stored = jax.tree.map(lambda s, c: dataclasses.replace(s, value=c, ready=True), stored, copy, is_leaf=is_stored)
+    every, ahead = stack.remat.every, stack.ahead("backward", stored)
 
     def sums_of(stored):
         same = stored.earlier is not None and stored.earlier.shape == stored.slot.shape
@@ -134,37 +173,47 @@ def _backward(stack, residuals, cotangents):
     late = jax.tree_util.tree_map_with_path(is_late, stored, stack.places, is_leaf=is_stored)
 
     def blocks(carry, xs):
-        (dx, fetched, waiting, sums), (group, kept) = carry, xs
+        (dx, weights, waiting, sums), (group, kept) = carry, xs
         for turn in reversed(range(every)):
             number = group * every + turn
-            weights = fetched if ahead else stack.fetch(stored, number)
-            fetched = stack.fetch(stored, number - 1) if ahead else None
-            last = stack.count - 1  # before it, nothing waits: the zeros that are sent then must not be added
-            sums = stack.give(sums, waiting, stored, jnp.minimum(number + 1, last), write=number < last)
-            of_layer = _layer(of_layers, number)
-            dx, gradients = kept[turn].pull(dx, weights, of_layer, shared)
+            mine = weights if ahead else stack.fetch(stored, number)
+            weights = stack.fetch(stored, number - 1) if ahead else None
+            if waiting is not None:
+                sums = stack.give(sums, waiting, stored, number + 1)
+            dx, gradients = kept[turn].pull(dx, mine, _layer(of_layers, number), shared)
             waiting = jax.tree.map(lambda g, is_late: g if is_late else None, gradients, late)
             sums = stack.give(sums, jax.tree.map(lambda g, is_late: None if is_late else g, gradients, late), stored, number)
-        return (dx, fetched, waiting, sums), None
+        return (dx, weights, waiting, sums), None
 
+    loops = stack.loops(primal, every)
     with jax.named_scope("backward"):
-        if ahead and fetched is None:
-            fetched = stack.fetch(stored, stack.count - 1)
-        elif not ahead:
-            fetched = None
-        shapes = jax.eval_shape(lambda: stack.fetch(stored, 0))
-        waiting = jax.tree.map(
-            lambda w, is_late: jnp.zeros(w.slot.shape, jnp.float32) if is_late else None, shapes, late, is_leaf=_is_weight
+        if not ahead:
+            weights = None
+        elif weights is None:
+            weights = stack.fetch(stored, stack.count - 1)
+        carry = (dx, weights, None, jax.tree.map(sums_of, stored, is_leaf=is_stored))
+        if last is None:  # nothing is sent, so nothing waits
+            carry = (*carry[:2], jax.tree.map(lambda _: None, late), carry[3])
+        else:
+            carry, _ = blocks(carry, (loops, last))
+        after_sums = jax.tree.map(
+            _give_after, after, after_gradients, stack.after, is_leaf=lambda x: is_stored(x) or _is_weight(x)
         )
-        start = (cotangents[0], fetched, waiting, jax.tree.map(sums_of, stored, is_leaf=is_stored))
-        groups = jnp.arange(stack.count // every)
-        (dx, _, waiting, sums), _ = jax.lax.scan(blocks, start, (groups, kept), reverse=True)
+        carry, after_sums = jax.lax.optimization_barrier((carry, after_sums))
+        (dx, _, waiting, sums), _ = jax.lax.scan(blocks, carry, (jnp.arange(loops), kept), reverse=True)
         sums = stack.give(sums, waiting, stored, 0)
-    back = jax.tree.map(lambda stored, g: Stored(None, g, None, stored.last), stored, sums, is_leaf=is_stored)
-    return dx, back, None, None
+    return dx, _cotangents(primal, sums), _cotangents(after, after_sums), None, None
 
 
 run.defvjp(_forward_and_keep, _backward)
+
+
+def _give_after(stored, weight, place):
+    return place.give(weight.slot, stored.earlier, stored.last)
+
+
+def _cotangents(stored, gradients):
+    return jax.tree.map(lambda stored, g: stored.gradient(g), stored, gradients, is_leaf=is_stored)
 
 
 @jax.tree_util.register_dataclass
@@ -208,6 +257,11 @@ def _layer(tree: Any, number: jax.Array | int) -> Any:
 def _of(array: jax.Array, number: jax.Array | int) -> jax.Array:
     """A layer's part of an array of all layers."""
     return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+
+
+def _put(array: jax.Array, part: jax.Array, number: jax.Array | int) -> jax.Array:
+    """An array of all layers with a layer's part put in."""
+    return jax.lax.dynamic_update_index_in_dim(array, part, number, 0)
 
 
 def _is_weight(x: Any) -> bool:

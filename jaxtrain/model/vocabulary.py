@@ -16,10 +16,10 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.weights import Place, Stored, Weight, fetch
+from jaxtrain.model.weights import Place, Stored
 from jaxtrain.sharding import Layout, all_gather, all_to_all, index
 
-TABLE = ("vocab", "embed")
+TIED, LOOKUP = ("vocab", "embed"), ("vocab", "lookup")
 
 
 def padded_size(model: ml_collections.ConfigDict) -> int:
@@ -30,51 +30,54 @@ def padded_size(model: ml_collections.ConfigDict) -> int:
 class Embedding(nnx.Module):
     """One [V, D] table, V padded; the output head as well when tied."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, dtype: Any):
+        dims = TIED if model.tie_embeddings else LOOKUP
         rows = jnp.arange(padded_size(model))[:, None] < model.vocab_size
         normal = jax.random.normal(rngs.params(), (padded_size(model), model.embed_dim), jnp.float32)
-        self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=TABLE, matrix=True)
-        self.layout = layout
+        self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=dims, matrix=True)
+        self.place = Place(layout, dims, dtype, matrix=True)
 
-    def head(self, dtype: Any) -> Weight:
-        """The tied head [D, V/tensor], fetched. The lookup adds the gradient of earlier microbatches."""
-        weight = fetch(dataclasses.replace(self.table.get_value(), earlier=None), _place(self.table, self.layout, dtype))
-        return jax.tree.map(jnp.transpose, weight)
+    @property
+    def head(self) -> tuple[Stored, Place]:
+        """The tied head [V, D/fsdp], and its place. The lookup adds the gradient of earlier microbatches."""
+        return dataclasses.replace(self.table.get_value(), earlier=None), self.place
 
-    def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        """Rows of the table for tokens [B, T], as `dtype` [B, t, D].
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the table for tokens [B, T], in compute dtype [B, t, D].
 
         Each device of `tensor` looks up the ids it owns and the results are summed. The gradient is scattered and summed in
         float32: in bfloat16, a frequent token's row would stop growing.
         """
-        return _embed(self.table.get_value(), tokens, _place(self.table, self.layout, dtype))
+        return _embed(self.table.get_value(), tokens, self.place)
 
 
 class Head(nnx.Module):
     """The output matrix [D, V] of its own, V padded."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, dtype: Any):
         columns = jnp.arange(padded_size(model)) < model.vocab_size
         normal = jax.random.normal(rngs.params(), (model.embed_dim, padded_size(model)), jnp.float32)
         self.kernel = nnx.Param(jnp.where(columns, model.init_stddev * normal, 0.0), dims=("embed", "vocab"), matrix=True)
-        self.layout = layout
+        self.place = Place(layout, ("embed", "vocab"), dtype, matrix=True)
 
-    def head(self, dtype: Any) -> Weight:
-        """This device's part [D, V/tensor], fetched."""
-        return fetch(self.kernel.get_value(), _place(self.kernel, self.layout, dtype))
+    @property
+    def head(self) -> tuple[Stored, Place]:
+        """The head [D/fsdp, V/tensor], and its place."""
+        return self.kernel.get_value(), self.place
 
 
-def _place(param: nnx.Param, layout: Layout, dtype: Any) -> Place:
-    return Place(layout, param.get_metadata()["dims"], jnp.dtype(dtype), matrix=True)
+def _travels(stored: Stored, place: Place) -> bool:
+    """Whether ids travel to the table."""
+    return place.gathers(stored) and place.sharded("gradient")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _embed(stored, tokens, place):
-    """Under ZeRO-3 ids travel instead of the table: each device of `fsdp` looks up its part of D for all their tokens."""
+    """Where the table is sharded, ids travel instead: each device of `fsdp` looks up its part of D for all their tokens."""
     layout = place.layout
-    sharded = place.sharded("working")
+    sharded = _travels(stored, place)
     ids = all_gather(layout, tokens, "fsdp", 0) if sharded else tokens
-    table = stored.value.astype(place.dtype)
+    table = stored.value.astype(place.dtype) if sharded else place.fetch(stored).value
     rows, owned = _own_rows(table.shape[0], ids, layout)
     found = jnp.where(owned[..., None], table[rows], 0)
     return scatter_positions(layout, all_to_all(layout, found, "fsdp", 0, 2) if sharded else found)
@@ -86,16 +89,16 @@ def _embed_forward(stored, tokens, place):
 
 def _embed_backward(place, residuals, g):
     (stored, tokens), layout = residuals, place.layout
-    sharded = place.sharded("working")
+    sharded = _travels(stored, place)
     g, ids = gather_positions(layout, g), tokens
     if sharded:  # the gradient of this device's part of D, from all tokens of `fsdp`: nothing is left to sum there
         g, ids = all_to_all(layout, g, "fsdp", 2, 0), all_gather(layout, tokens, "fsdp", 0)
-    size = stored.value.shape[0]
+    size, earlier = stored.value.shape[0], stored.earlier  # rows are never split over `fsdp`
     rows, owned = _own_rows(size, ids, layout)
     g = jnp.where(owned[..., None], g, 0).astype(jnp.float32)
-    gradient = jnp.zeros((size, g.shape[-1]), jnp.float32).at[rows].add(g)
-    slot = place.give(gradient, stored.earlier, stored.last, scattered=sharded)
-    return Stored(None, slot, None, stored.last), None
+    own = earlier is not None and earlier.shape == (size, g.shape[-1])  # rows are then added to the sum itself
+    gradient = (earlier if own else jnp.zeros((size, g.shape[-1]), jnp.float32)).at[rows].add(g)
+    return stored.gradient(place.give(gradient, None if own else earlier, stored.last, scattered=sharded)), None
 
 
 _embed.defvjp(_embed_forward, _embed_backward)

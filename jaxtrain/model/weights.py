@@ -1,8 +1,9 @@
 """A weight inside the step: how a device gets the part it multiplies with, and where its gradient goes.
 
-A `Stored` weight lies in its working placement, which may be sharded (ZeRO-3). `Place.fetch` makes of it the `Weight` that
-products take, `Place.give` brings its float32 gradient to the placement its sum is kept in. `jaxtrain.model.stack` does both
-for the blocks, layer by layer and ahead of time; `ready` for the other modules.
+A `Stored` weight is the float32 master, perhaps sharded. `Place.fetch` makes of it the `Weight` that products take; where
+working weights are not sharded (ZeRO-1, ZeRO-2) that is done once per step and kept. `Place.give` brings its float32
+gradient to the placement its sum is kept in. `jaxtrain.model.stack` does both for the blocks, layer by layer and ahead of
+time, and for what comes after them; `ready` for the other modules.
 
 Gradients do not return as the cotangent of a value, whose dtype they would have to share, but as that of a `slot`: zeros that
 nobody reads, in the gradient's own shape and dtype.
@@ -30,10 +31,15 @@ from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, all_gather, index, psum,
 class Stored:
     """A weight as the step holds it, perhaps of all layers. `slot` is None when no gradient is wanted."""
 
-    value: jax.Array  # working placement
+    value: jax.Array  # storage placement, or what products take
     slot: jax.Array | None = None  # float32 zeros; its gradient is the weight's
-    earlier: jax.Array | None = None  # float32 sum over earlier microbatches, gradient placement, to be added in the last one
+    earlier: jax.Array | None = None  # float32 sum over earlier microbatches, gradient placement, to be added
     last: bool = dataclasses.field(default=True, metadata={"static": True})  # sum over all devices; else what cannot wait
+    ready: bool = dataclasses.field(default=False, metadata={"static": True})  # `value` is what products take
+
+    def gradient(self, slot: jax.Array) -> Stored:
+        """The cotangent of this leaf when that of its slot is `slot`."""
+        return dataclasses.replace(self, value=None, slot=slot, earlier=None)
 
 
 @jax.tree_util.register_dataclass
@@ -72,20 +78,26 @@ class Place:
     matrix: bool
     split_inputs: bool = False
 
-    def fetch(self, value: jax.Array, placement: str = "working") -> jax.Array:
+    def fetch(self, stored: Stored) -> Weight:
         """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
-        value = self.gather(value, placement)
-        for dim, name in self._undivided():
-            value = self._pick_heads(value, dim, name)
-        return value
+        value = stored.value
+        if not stored.ready:
+            value = value.astype(self.dtype)
+            for dim, name in enumerate(self.dims):
+                if "fsdp" in self.layout.axes(name, "storage"):
+                    value = all_gather(self.layout, value, "fsdp", dim)
+            for dim, name in self._undivided():
+                value = self._pick_heads(value, dim, name)
+        return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
 
-    def gather(self, value: jax.Array, placement: str) -> jax.Array:
-        """A weight in `placement` as `dtype`, whole over `fsdp`. May be stacked: dims are counted from the end."""
-        value = value.astype(self.dtype)
-        for dim, name in enumerate(self.dims, value.ndim - len(self.dims)):
-            if "fsdp" in self.layout.axes(name, placement):
-                value = all_gather(self.layout, value, "fsdp", dim)
-        return value
+    def gathers(self, stored: Stored) -> bool:
+        """Whether `fetch` communicates."""
+        return not stored.ready and self.sharded("storage")
+
+    @property
+    def kept(self) -> bool:
+        """Whether what is fetched once serves a whole step."""
+        return self.matrix and self.sharded("storage") and not self.sharded("working")
 
     def sharded(self, placement: str) -> bool:
         """Whether the weight is split over `fsdp` in a placement."""
@@ -207,14 +219,13 @@ def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fetch(stored: Stored, place: Place) -> Weight:
-    """A stored weight, ready for products."""
-    value = place.fetch(stored.value)
-    return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
+    """`place.fetch(stored)`; differentiated, `place.give`."""
+    return place.fetch(stored)
 
 
 fetch.defvjp(
     lambda stored, place: (fetch(stored, place), stored),
-    lambda place, stored, g: (Stored(None, place.give(g.slot, stored.earlier, stored.last), None, stored.last),),
+    lambda place, stored, g: (stored.gradient(place.give(g.slot, stored.earlier, stored.last)),),
 )
 
 

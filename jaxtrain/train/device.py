@@ -16,7 +16,7 @@ import ml_collections
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.loss import LossSettings, cross_entropy
 from jaxtrain.model.weights import Stored
-from jaxtrain.sharding import TOKEN_AXES, ZERO_STAGES, Layout, per_device, place, psum
+from jaxtrain.sharding import TOKEN_AXES, Layout, per_device, place, psum
 from jaxtrain.train.step import make_gradients
 
 MICROBATCHES = ("activation", ("microbatch", "batch", "length"))
@@ -48,43 +48,41 @@ def device_functions(
     dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
     rows = config.data.global_batch_rows // config.train.accumulation_steps  # of a microbatch, over all devices
 
-    def working(weights):
-        """Stored weights -> the copies that all microbatches start from; under ZeRO-3 the same shards."""
+    def leaves(weights, slots=None, earlier=None, last=True, ready=None):
+        """Weights as the model takes them; `ready`: which are, of a nested dict like theirs."""
+        nothing = jax.tree.map(lambda _: None, weights)
+        ready = ready or jax.tree.map(lambda _: False, weights)
+        return jax.tree.map(lambda w, s, e, r: Stored(w, s, e, last, r), weights, slots or nothing, earlier or nothing, ready)
 
-        if "working" in ZERO_STAGES[layout.zero_stage]:
-            return weights
-        return jax.tree.map(lambda w, place: place.gather(w, "storage") if place.matrix else w, weights, places)
+    def hidden(weights, batch, key=None):
+        return merge(weights).hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
 
-    def hidden(decoder, batch, key=None):
-        return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)[0]
-
-    def loss(weights, slots, earlier, last, batch, step, microbatch):
-        earlier = earlier or jax.tree.map(lambda _: None, weights)
-        decoder = merge(jax.tree.map(lambda w, s, e: Stored(w, s, e, last), weights, slots, earlier))
+    def loss(weights, slots, earlier, last, ready, batch, step, microbatch):
         own = batch["tokens"].shape[0]
         first = microbatch * rows + place(layout, "batch") * own
         key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
-        return cross_entropy(hidden(decoder, batch, key), decoder.output(), batch["targets"], layout, trained)
+        final = hidden(leaves(weights, slots, earlier, last, ready), batch, key)
+        return cross_entropy(final.x, final.head, batch["targets"], layout, trained), final.fetched
 
     def slots(last):
         placement = "optimizer" if last else "gradient"
         shapes = jax.tree.map(lambda a, names: layout.local_shape(names, placement, a.shape), abstract_params, dims)
         return jax.tree.map(lambda _, shape: jnp.zeros(shape, jnp.float32), abstract_params, shapes)
 
-    accumulate = make_gradients(loss, slots, layout.defers)
+    keeps = any(p.kept for p in jax.tree.leaves(places["blocks"]))
+    accumulate = make_gradients(loss, slots, layout.defers, keeps)
 
     def gradients(weights, batch, step):
-        sums, total = accumulate(working(weights), batch, step)
+        sums, total = accumulate(weights, batch, step)
         return psum(layout, sums, *TOKEN_AXES), jax.tree.map(lambda g, place: place.finish(g), total, places)
 
     def evaluation(weights, batch):
-        decoder = merge(jax.tree.map(Stored, working(weights)))
-        sums = cross_entropy(hidden(decoder, batch), decoder.output(), batch["targets"], layout, plain)
-        return (psum(layout, sums, *TOKEN_AXES),)
+        final = hidden(leaves(weights), batch)
+        return (psum(layout, cross_entropy(final.x, final.head, batch["targets"], layout, plain), *TOKEN_AXES),)
 
     def logits(weights, batch):
-        decoder = merge(jax.tree.map(Stored, working(weights)))
-        return (decoder.logits(hidden(decoder, batch)),)
+        final = hidden(leaves(weights), batch)
+        return (merge(leaves(weights)).logits(final.x, final.head),)
 
     stored = ("storage", dims)
     return (

@@ -14,51 +14,59 @@ from jaxtrain.optimizer import global_norm
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
-LossFunction = Callable[[Any, Any, Any, bool, Batch, jax.Array, jax.Array | int], LossSums]
+LossFunction = Callable[[Any, Any, Any, bool, Any, Batch, jax.Array, jax.Array | int], tuple[LossSums, Any]]
 
 
-def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: bool) -> Callable:
+def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: bool, keeps: bool) -> Callable:
     """`(weights, batch, step) -> (LossSums, gradients)` of this device's batch [M, b, T], gradients summed over all devices.
 
     Sums of losses, gradients (float32) and targets run through the microbatches and are divided once, by the number of
     targets of the whole batch (`mean`): a mean of means would weigh microbatches with few targets too much.
 
     Args:
-      loss: `(weights, slots, earlier, last, batch [b, T], step, microbatch) -> LossSums`; gradients are those of `objective`
-        by the slots.
+      loss: `(weights, slots, earlier, last, ready, batch [b, T], step, microbatch) -> (LossSums, fetched)`; gradients are
+        those of `objective` by the slots, with the `earlier` ones added.
       slots: zeros like the gradients of a microbatch that is the last (True) or not.
-      defers: sums over devices wait for the last microbatch, whose backward adds the `earlier` ones and makes them.
+      defers: sums over devices wait for the last microbatch, which then stands outside the loop over microbatches.
+      keeps: what weights the first microbatch has fetched (`fetched`) serve the others too; then it stands outside as well.
     """
 
-    def objective(zeros, weights, earlier, last, batch, step, number):
-        sums = loss(weights, zeros, earlier, last, batch, step, number)
-        return sums.objective, sums
-
-    def differentiate(*args, last, earlier=None):
-        weights, batch, step, number = args
-        return jax.grad(objective, has_aux=True)(slots(last), weights, earlier, last, batch, step, number)
+    def objective(zeros, weights, earlier, last, ready, batch, step, number):
+        sums, fetched = loss(weights, zeros, earlier, last, ready, batch, step, number)
+        return sums.objective, (sums, fetched)
 
     def gradients(weights, batch, step):
-        count = batch["tokens"].shape[0]
-        alone = count - 1 if defers else count  # microbatches of the loop
+        count, ready = batch["tokens"].shape[0], None
 
-        def add(total, xs):
-            batch, number = xs
-            return jax.tree.map(jnp.add, total, differentiate(weights, batch, step, number, last=not defers)), None
+        def differentiate(number, earlier, last):
+            rows = jax.tree.map(lambda x: x[number], batch)
+            return jax.grad(objective, has_aux=True)(slots(last), weights, earlier, last, ready, rows, step, number)
 
-        if count == 1:
-            total, sums = differentiate(weights, jax.tree.map(lambda x: x[0], batch), step, 0, last=True)
-            return sums, total
-        start = (slots(not defers), LossSums(*[jnp.zeros((), jnp.float32)] * 3))
-        xs = (jax.tree.map(lambda x: x[:alone], batch), jnp.arange(alone))
-        (total, sums), _ = jax.lax.scan(add, start, xs)
-        if defers:
-            batch = jax.tree.map(lambda x: x[-1], batch)
-            total, last_sums = differentiate(weights, batch, step, count - 1, last=True, earlier=total)
+        def one_of_loop(carry, number):
+            total, (sums, _) = differentiate(number, carry[0], last=not defers)
+            return (total, jax.tree.map(jnp.add, carry[1], sums)), None
+
+        total, sums, start, stop = None, LossSums(*[jnp.zeros((), jnp.float32)] * 3), 0, count - defers
+        if count == 1 or keeps:
+            total, (sums, fetched) = differentiate(0, None, last=not defers or count == 1)
+            weights, ready, start = *_replace(weights, fetched), 1
+        if start < stop:
+            total = slots(not defers) if total is None else total
+            (total, sums), _ = jax.lax.scan(one_of_loop, (total, sums), jnp.arange(start, stop))
+        if defers and count > 1:
+            total, (last_sums, _) = differentiate(count - 1, total, last=True)
             sums = jax.tree.map(jnp.add, sums, last_sums)
         return sums, total
 
     return gradients
+
+
+def _replace(weights: Any, fetched: Any) -> tuple[Any, Any]:
+    """Weights with those of `fetched`, part of a nested dict like theirs, in their places, and which they are."""
+    if not isinstance(weights, dict):
+        return (weights, False) if fetched is None else (fetched, True)
+    pairs = {key: _replace(value, (fetched or {}).get(key)) for key, value in weights.items()}
+    return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
 
 
 def mean(sums: LossSums, gradients: Any) -> Any:
