@@ -141,6 +141,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },
     "overlap": {
+        "collective_matmul": Setting(
+            True,
+            "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
+            "partial products.",
+        ),
         "schedule": Setting(
             "pipelined",
             "On GPUs. pipelined: collectives run an iteration of the layer loop ahead, few and large; xla: XLA's own defaults, "

@@ -1,4 +1,4 @@
-"""Update rules (through optax), learning-rate schedules, weight decay, and the global gradient norm.
+"""Update rules (through optax), learning-rate schedules, and weight decay.
 
 The learning rate is an argument of the step: what is logged is what was applied, and another rate needs no compilation.
 """
@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import optax
 
@@ -100,11 +99,6 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
     orthogonal = optax.contrib.scale_by_muon(beta=c.momentum, weight_dimension_numbers=specs)
     muon = optax.chain(orthogonal, optax.GradientTransformation(lambda params: optax.EmptyState(), rescale))
     return optax.partition({"muon": muon, "adam": adam}, labels)
-
-
-def global_norm(gradients: Any) -> jax.Array:
-    """Root of the sum of squares over all weights, float32; the same on every mesh, tied weights counted once."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
 
 
 def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) -> Any:

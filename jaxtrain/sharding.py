@@ -68,6 +68,7 @@ class Layout:
     sequence_parallel: bool  # between blocks, positions are split over `tensor` too
     heads: HeadLayout
     reduce_dtype: str = "float32"  # in which gradients cross the network
+    collective_matmul: bool = False  # tensor-parallel products and their collectives in ring steps
 
     def size(self, *axes: str) -> int:
         """Devices along mesh axes."""
@@ -133,7 +134,8 @@ def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
     tensor, model = mesh.shape["tensor"], config.model
     heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
     sequence_parallel = config.sharding.sequence_parallel and tensor > 1
-    return Layout(mesh, config.sharding.zero_stage, sequence_parallel, heads, config.precision.reduce_dtype)
+    ring = config.overlap.collective_matmul and sequence_parallel
+    return Layout(mesh, config.sharding.zero_stage, sequence_parallel, heads, config.precision.reduce_dtype, ring)
 
 
 def is_dims(x: Any) -> bool:
@@ -200,6 +202,12 @@ def reduce_scatter(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Arr
 def all_to_all(layout: Layout, x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
     """Part i along `split` goes to device i of an axis; what arrives is joined along `join`."""
     return jax.lax.all_to_all(x, axis, split, join, tiled=True) if layout.size(axis) > 1 else x
+
+
+def permute(layout: Layout, x: jax.Array, axis: str, by: int) -> jax.Array:
+    """The array of the device `by` places earlier along an axis, around the ring."""
+    ways = layout.size(axis)
+    return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)]) if ways > 1 else x
 
 
 def index(layout: Layout, axis: str) -> jax.Array | int:

@@ -121,6 +121,7 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + read(table)[own(positions)]).astype(self.dtype)
         x = dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE))
         angles = rope.table(positions, model) if model.position == "rope" else None
+        x, angles = jax.lax.optimization_barrier((x, angles))  # angles are computed while embeddings are on their way
         rows = Rows(segments, in_row, all_gather(layout, segments, "sequence", 1), angles)
         graph, stored = nnx.split(self.blocks)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.model.collective_matmul import gather_product, product_scatter
 from jaxtrain.model.weights import Weight
 from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
 
@@ -108,8 +109,10 @@ def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _columns(x, weights, equation, layout):
-    x = gather_positions(layout, x)
-    return [jnp.einsum(equation, x, w.value) for w in weights]
+    def product(x):
+        return [jnp.einsum(equation, x, w.value) for w in weights]
+
+    return gather_product(layout, x, product)[0] if layout.collective_matmul else product(gather_positions(layout, x))
 
 
 def _columns_forward(x, weights, equation, layout):
@@ -119,9 +122,15 @@ def _columns_forward(x, weights, equation, layout):
 def _columns_backward(equation, layout, residuals, gs):
     x, weights = residuals
     back, weigh = _transposed(equation)
-    dx = sum(jnp.einsum(back, g, w.value, preferred_element_type=jnp.float32) for g, w in zip(gs, weights, strict=True))
-    dx = scatter_positions(layout, dx.astype(x.dtype))
-    x = gather_positions(layout, x)
+
+    def product(*gs):
+        parts = [jnp.einsum(back, g, w.value, preferred_element_type=jnp.float32) for g, w in zip(gs, weights, strict=True)]
+        return sum(parts).astype(x.dtype)
+
+    if layout.collective_matmul:
+        dx, x = product_scatter(layout, product, gs, beside=x)
+    else:
+        dx, x = scatter_positions(layout, product(*gs)), gather_positions(layout, x)
     grads = [jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32) for g in gs]
     return dx, [w.gradient(g) for g, w in zip(grads, weights, strict=True)]
 
@@ -139,7 +148,10 @@ def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _row(x, weight, equation, layout):
-    return scatter_positions(layout, jnp.einsum(equation, x, weight.value))
+    def product(x):
+        return jnp.einsum(equation, x, weight.value)
+
+    return product_scatter(layout, product, [x])[0] if layout.collective_matmul else scatter_positions(layout, product(x))
 
 
 def _row_forward(x, weight, equation, layout):
@@ -149,8 +161,15 @@ def _row_forward(x, weight, equation, layout):
 def _row_backward(equation, layout, residuals, g):
     x, weight = residuals
     back, weigh = _transposed(equation)
-    g = gather_positions(layout, g)
-    dx = jnp.einsum(back, g, weight.value)
+
+    def product(g):
+        return [jnp.einsum(back, g, weight.value)]
+
+    if layout.collective_matmul:
+        [dx], g = gather_product(layout, g, product, whole=True)
+    else:
+        g = gather_positions(layout, g)
+        [dx] = product(g)
     return dx, weight.gradient(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32))
 
 

@@ -80,7 +80,8 @@ def _embed(stored, tokens, place):
     table = stored.value.astype(place.dtype) if sharded else place.fetch(stored).value
     rows, owned = _own_rows(table.shape[0], ids, layout)
     found = jnp.where(owned[..., None], table[rows], 0)
-    return scatter_positions(layout, all_to_all(layout, found, "fsdp", 0, 2) if sharded else found)
+    found = scatter_positions(layout, found)
+    return all_to_all(layout, found, "fsdp", 0, 2) if sharded else found
 
 
 def _embed_forward(stored, tokens, place):
@@ -90,9 +91,10 @@ def _embed_forward(stored, tokens, place):
 def _embed_backward(place, residuals, g):
     (stored, tokens), layout = residuals, place.layout
     sharded = _travels(stored, place)
-    g, ids = gather_positions(layout, g), tokens
+    ids = tokens
     if sharded:  # the gradient of this device's part of D, from all tokens of `fsdp`: nothing is left to sum there
         g, ids = all_to_all(layout, g, "fsdp", 2, 0), all_gather(layout, tokens, "fsdp", 0)
+    g = gather_positions(layout, g)
     size, earlier = stored.value.shape[0], stored.earlier  # rows are never split over `fsdp`
     rows, owned = _own_rows(size, ids, layout)
     g = jnp.where(owned[..., None], g, 0).astype(jnp.float32)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import ml_collections
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.loss import LossSettings, cross_entropy
 from jaxtrain.model.weights import Stored
-from jaxtrain.sharding import TOKEN_AXES, Layout, per_device, place, psum
+from jaxtrain.sharding import TOKEN_AXES, Layout, is_dims, per_device, place, psum
 from jaxtrain.train.step import make_gradients
 
 MICROBATCHES = ("activation", ("microbatch", "batch", "length"))
@@ -38,7 +39,7 @@ def device_functions(
       merge: weights -> model; abstract_params, places, dims: of the weights.
 
     Returns:
-      gradients: (params, batch [M, b, T], step) -> (LossSums, sums of gradients in optimizer placement);
+      gradients: (params, batch [M, b, T], step) -> (LossSums, sums of gradients in optimizer placement, their global norm);
       evaluation: (params, batch [b, T]) -> (LossSums,) without z-loss and smoothing;
       logits: (params, batch [b, T]) -> ([b, T, V] float32,), V with its padding.
     """
@@ -74,7 +75,12 @@ def device_functions(
 
     def gradients(weights, batch, step):
         sums, total = accumulate(weights, batch, step)
-        return psum(layout, sums, *TOKEN_AXES), jax.tree.map(lambda g, place: place.finish(g), total, places)
+        sums = psum(layout, sums, *TOKEN_AXES)
+        total = jax.tree.map(lambda g, place: place.finish(g), total, places)
+        squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g)), total)
+        # The embedding's gradient and the small sums come last. Squares of the others are computed meanwhile, not after them.
+        sums, total, squares["blocks"] = jax.lax.optimization_barrier((sums, total, squares["blocks"]))
+        return sums, total, _norm(layout, squares, dims)
 
     def evaluation(weights, batch):
         final = hidden(leaves(weights), batch)
@@ -86,7 +92,15 @@ def device_functions(
 
     stored = ("storage", dims)
     return (
-        per_device(layout, gradients, [stored, MICROBATCHES, None], [None, ("optimizer", dims)]),
+        per_device(layout, gradients, [stored, MICROBATCHES, None], [None, ("optimizer", dims), None]),
         per_device(layout, evaluation, [stored, ROWS], [None]),
         per_device(layout, logits, [stored, ROWS], [LOGITS]),
     )
+
+
+def _norm(layout: Layout, squares: Any, dims: Any) -> jax.Array:
+    """Root of the sum over all weights of what devices have of their squares; the same on every mesh, tied weights once."""
+    by_axes = collections.defaultdict(list)
+    for square, names in zip(jax.tree.leaves(squares), jax.tree.leaves(dims, is_leaf=is_dims), strict=True):
+        by_axes[tuple(axis for name in names for axis in layout.axes(name, "optimizer"))].append(square)
+    return jnp.sqrt(sum(psum(layout, sum(found), *axes) for axes, found in by_axes.items()))

@@ -126,9 +126,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     )
 
     def loss_and_grads(params, batch, step):
-        sums, grads = gradients(params, batch, step)
-        grads = mean(sums, grads)
-        return mean_losses(sums) | {"grad_norm": optimizers.global_norm(grads)}, grads
+        sums, grads, norm = gradients(params, batch, step)
+        grads, norm = mean(sums, (grads, norm))
+        return mean_losses(sums) | {"grad_norm": norm}, grads
 
     train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps

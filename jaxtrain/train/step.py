@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.model.loss import LossSums
-from jaxtrain.optimizer import global_norm
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -70,7 +69,7 @@ def _replace(weights: Any, fetched: Any) -> tuple[Any, Any]:
 
 
 def mean(sums: LossSums, gradients: Any) -> Any:
-    """Gradients of the mean loss per target; zero for a batch without targets."""
+    """Gradients (or their norm) of the mean loss per target; zero for a batch without targets."""
     share = 1.0 / jnp.maximum(sums.targets, 1.0)
     return jax.tree.map(lambda g: g * share, gradients)
 
@@ -79,9 +78,8 @@ def make_train_step(gradients: Callable, optimizer: optax.GradientTransformation
     """`(state, batch, learning_rate) -> (state, metrics)`; metrics are float32 scalars, the same on every mesh."""
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        sums, grads = gradients(state.params, batch, state.step)
-        grads = mean(sums, grads)
-        norm = global_norm(grads)
+        sums, grads, norm = gradients(state.params, batch, state.step)
+        grads, norm = mean(sums, (grads, norm))
         finite = jnp.isfinite(norm)
         if clip_norm:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
