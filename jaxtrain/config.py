@@ -141,16 +141,27 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },
     "overlap": {
+        "prefetch": Setting(
+            "both",
+            "ZeRO-3: in which passes the weights of the next block are gathered while one computes. Costs the gathered weights "
+            "of one more block.",
+            choices=("off", "forward", "backward", "both"),
+        ),
         "collective_matmul": Setting(
             True,
             "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
             "partial products.",
         ),
-        "schedule": Setting(
-            "pipelined",
-            "On GPUs. pipelined: collectives run an iteration of the layer loop ahead, few and large; xla: XLA's own defaults, "
-            "less memory and more waiting.",
-            choices=("pipelined", "xla"),
+        "latency_hiding": Setting(True, "On GPUs: XLA's latency-hiding scheduler."),
+        "combine_mib": Setting(
+            0, "On GPUs: collectives of a block are combined up to this size (reductions twice it); 0: by the GPU.", low=0
+        ),
+        "parallel_collectives": Setting(2, "On GPUs: how many collectives may be under way at a time.", low=1),
+        "double_buffering": Setting(
+            False, "On GPUs: the layer loops are unrolled twice, which saves copies of fetched weights and costs memory."
+        ),
+        "memory_limit_percent": Setting(
+            95, "On GPUs: share of the device's memory up to which the scheduler may start collectives early.", low=1, high=100
         ),
     },
     "optimizer": {

@@ -173,7 +173,7 @@ def option_values(flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     words = {"true": True, "false": False}
     values = {name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in flags.items()}
-    for name, value in values.items():
+    for name, value in values.items():  # since jax 0.12
         if re.fullmatch(r"xla_gpu_pipeline_\w+", name) and str(value).lower() in ("default", "off", "on", "explicit"):
             values[name] = f"COLLECTIVE_PIPELINING_MODE_{value.upper()}"
     return values

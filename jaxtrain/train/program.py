@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtrain import hardware, overlap, precision, runtime
 from jaxtrain import optimizer as optimizers
-from jaxtrain import overlap, precision, runtime
 from jaxtrain.memory import Remat
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
@@ -97,12 +97,13 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     require_valid(config, mesh.size)
     layout = make_layout(config, mesh)
     model = ml_collections.FrozenConfigDict(config.model)
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     backend = choose(config, platform)
     dtype = precision.compute_dtype(config)
 
     def make(key):
-        return Decoder(nnx.Rngs(params=key), model, layout, dtype, backend, Remat(config.memory.remat), "both")
+        return Decoder(nnx.Rngs(params=key), model, layout, dtype, backend, Remat(config.memory.remat), config.overlap.prefetch)
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, weights = nnx.split(abstract, nnx.Param)
@@ -150,7 +151,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
             train_step,
             out_shardings=(state_shardings, whole),
             donate_argnums=0,
-            compiler_options=overlap.compiler_options(config, platform),
+            compiler_options=overlap.compiler_options(config, platform, hardware.find(device.device_kind)),
         ),
         eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
         loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
