@@ -134,9 +134,21 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "memory": {
         "remat": Setting(
             "dots",
-            "What is recomputed in the backward. none: nothing; dots: all but what matrix products and attention give; "
-            "full: all but the blocks' inputs.",
-            choices=("none", "dots", "full"),
+            "What blocks recompute in the backward. none: nothing; dots: all but what matrix products and attention give; "
+            "attention: that too; mlp: as dots, and the MLP's hidden activations; full: all but the blocks' inputs; "
+            "names: all but memory.keep.",
+            choices=("none", "dots", "attention", "mlp", "full", "names"),
+        ),
+        "keep": Setting((), "With remat=names: named activations that are kept (README, Choose a layout)."),
+        "remat_every_blocks": Setting(
+            1,
+            "memory.remat holds for the last of every so many blocks, the others recompute nothing; divides num_layers.",
+            low=1,
+        ),
+        "offload": Setting(
+            (),
+            "What lies in pinned host memory: master (float32 weights), moments (optimizer state), and named activations that "
+            "are kept for the backward.",
         ),
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },

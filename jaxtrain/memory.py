@@ -1,4 +1,11 @@
-"""What is kept for the backward: rematerialization policies under the layer scan."""
+"""What is kept for the backward, and what is kept in the host's memory instead of the device's.
+
+Rematerialization: `memory.remat` names a policy of `jax.checkpoint` for blocks. The named activations are what products and
+attention give; what lies between them (norms, activation functions, rotations) is always recomputed, but for `none`.
+
+Offload: `memory.offload` names what lies in pinned host memory: groups of the training state, which come to the device for
+the update and go back, and named activations, which come back for the backward of their block.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +14,73 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import ml_collections
 from jax.ad_checkpoint import checkpoint_name
 
-# The named activations of a block: what its products give, and what attention keeps. `name` marks them in the model.
-NAMES = ("attention_in", "qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
-
-# setting -> policy of jax.checkpoint; None: no checkpoint at all
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "none": None,
-    "dots": jax.checkpoint_policies.save_only_these_names(*NAMES),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+from jaxtrain.activations import ACTIVATIONS, KEPT
 
 
 def name(x: Any, name: str) -> Any:
-    """Marks an activation (or a tree of them) for the policies. Raises ValueError for a name that is not in NAMES."""
-    if name not in NAMES:
-        raise ValueError(f"unknown activation name {name!r}; known: {', '.join(NAMES)}")
+    """Marks an activation (or a tree of them) for the policies. Raises ValueError for a name that is not in ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unknown activation name {name!r}; known: {', '.join(ACTIVATIONS)}")
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Of every `every` blocks, the last one keeps what `policy` says and the others keep everything."""
+    """What blocks keep. Of every `every` blocks, the last one keeps `kept` and the others keep everything.
 
-    policy: str = "none"
+    Attributes:
+      kept: names of activations; None: everything.
+      offloaded: those of them that are kept on the host; "block_in" too, which is kept always.
+    """
+
+    kept: tuple[str, ...] | None = None
+    offloaded: tuple[str, ...] = ()
     every: int = 1
 
+    def apply(self, block: Callable, turn: int) -> Callable:
+        """`block`, at a turn of the pattern, under its policy."""
+        if self.kept is None or turn < self.every - 1:
+            return block
+        on_device = [name for name in self.kept if name not in self.offloaded]
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=on_device,
+            names_which_can_be_offloaded=list(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        # The block is the body of a loop, so common subexpressions cannot leak out of the recomputation.
+        return jax.checkpoint(block, policy=policy, prevent_cse=False)
 
-def rematerialize(block: Callable, policy: str) -> Callable:
-    """`block` under a policy. It is the body of a loop, so common subexpressions cannot leak out."""
-    policy = REMAT_POLICIES[policy]
-    return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+def remat(settings: ml_collections.ConfigDict) -> Remat:
+    """The `Remat` of a validated config's section `memory`."""
+    kept = tuple(settings.keep) if settings.remat == "names" else KEPT[settings.remat]
+    return Remat(kept, tuple(n for n in settings.offload if n in ACTIVATIONS), settings.remat_every_blocks)
+
+
+def memory_kind(settings: ml_collections.ConfigDict, group: str) -> str | None:
+    """Where a group of the training state ("master", "moments") lies: a memory kind of jax, None for the device's own."""
+    return "pinned_host" if group in settings.offload else None
+
+
+def on_device(tree: Any, after: Any) -> Any:
+    """Arrays that may be on the host, on the device, not before `after` has been computed."""
+    tree, _ = jax.lax.optimization_barrier((tree, after))
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def with_working_copy(function: Callable, matrices: Any, dtype: Any) -> Callable:
+    """`function(params, ...)` for weights on the host: it gets copies on the device, matrices as `dtype`.
+
+    Args:
+      matrices: nested dict of bool like the weights.
+    """
+
+    def copy(weight, matrix):
+        weight = jax.device_put(weight, jax.memory.Space.Device)
+        return weight.astype(dtype) if matrix else weight
+
+    return lambda params, *args: function(jax.tree.map(copy, params, matrices), *args)

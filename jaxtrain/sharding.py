@@ -122,11 +122,13 @@ class Layout:
                 raise ValueError(f"{dim}: {size} does not divide over {self.axes(dim, placement)} = {ways} devices")
         return tuple(size // ways for size, ways in zip(shape, parts, strict=True))
 
-    def sharding(self, dims: Dims, placement: str, shape: Sequence[int] | None = None) -> NamedSharding:
+    def sharding(
+        self, dims: Dims, placement: str, shape: Sequence[int] | None = None, memory_kind: str | None = None
+    ) -> NamedSharding:
         """As `spec`, on the mesh. With `shape`, every dimension must divide: XLA would replicate it in silence."""
         if shape is not None:
             self.local_shape(dims, placement, shape)
-        return NamedSharding(self.mesh, self.spec(dims, placement))
+        return NamedSharding(self.mesh, self.spec(dims, placement), memory_kind=memory_kind)
 
 
 def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
@@ -143,9 +145,9 @@ def is_dims(x: Any) -> bool:
     return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
-def tree_shardings(layout: Layout, abstract: Any, dims: Any, placement: str) -> Any:
+def tree_shardings(layout: Layout, abstract: Any, dims: Any, placement: str, memory_kind: str | None = None) -> Any:
     """Shardings of a nested dict of arrays whose dimension names are the matching nested dict of tuples."""
-    return jax.tree.map(lambda a, d: layout.sharding(d, placement, a.shape), abstract, dims)
+    return jax.tree.map(lambda a, d: layout.sharding(d, placement, a.shape, memory_kind), abstract, dims)
 
 
 def per_device(layout: Layout, function: Callable, in_dims: Sequence, out_dims: Sequence) -> Callable:

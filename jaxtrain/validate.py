@@ -6,12 +6,14 @@ problem names the settings, both numbers and the nearest values that would do.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
 
 import ml_collections
 
+from jaxtrain.activations import ACTIVATIONS, KEPT, STATE_GROUPS
 from jaxtrain.config import ConfigError
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")  # slowest link first
@@ -74,7 +76,7 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
         except ConfigError as error:
             found += error.problems
     sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
-    found += _model_problems(config.model) + _layout_problems(config, sizes)
+    found += _model_problems(config.model) + _layout_problems(config, sizes) + _memory_problems(config)
     return found + _data_problems(config, sizes) + _run_problems(config)
 
 
@@ -122,6 +124,39 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
             _indivisible("model.embed_dim", model.embed_dim, "mesh.fsdp", fsdp)
             + f", or mesh.fsdp {_divisors_text(model.embed_dim, fsdp)}"
         )
+    return found
+
+
+def _memory_problems(config: ml_collections.ConfigDict) -> list[str]:
+    memory, layers, found = config.memory, config.model.num_layers, []
+    if layers % memory.remat_every_blocks:
+        found.append(
+            f"memory.remat_every_blocks: {memory.remat_every_blocks} does not divide model.num_layers={layers}; "
+            f"nearest: {_divisors_text(layers, memory.remat_every_blocks)}"
+        )
+    if memory.remat == "none" and memory.remat_every_blocks > 1:
+        found.append(
+            f"memory.remat_every_blocks: {memory.remat_every_blocks} means nothing with memory.remat=none; set 1, or what the "
+            "last of every so many blocks recomputes"
+        )
+    for setting, known in (("keep", tuple(ACTIVATIONS)), ("offload", (*STATE_GROUPS, *ACTIVATIONS))):
+        for name in memory[setting]:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1, 0.5)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                found.append(f"memory.{setting}: unknown name {name!r}; known: {', '.join(known)}{hint}")
+    if memory.remat == "names" and not memory.keep:
+        found.append(f"memory.keep: memory.remat=names needs the names to keep, of {', '.join(ACTIVATIONS)}; or use remat=full")
+    if memory.remat != "names" and memory.keep:
+        found.append(f"memory.keep: only memory.remat=names uses it, remat is {memory.remat}; set it to ()")
+    kept = memory.keep if memory.remat == "names" else KEPT[memory.remat]
+    for name in memory.offload:
+        if name not in ACTIVATIONS:
+            continue
+        if kept is None:
+            found.append(f"memory.offload: memory.remat=none keeps unnamed activations too; to offload {name} use dots")
+        elif name not in kept and name != "block_in":
+            found.append(f"memory.offload: {name} is recomputed by memory.remat={memory.remat}, there is nothing to offload")
     return found
 
 

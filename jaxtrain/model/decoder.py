@@ -42,6 +42,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows, keys: tuple | None, window: jax.Array | int, cache: Cache | None = None):
         """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: the layer's dropout keys, [B, t] and [B, T]."""
+        x = name(x, "block_in")
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
         attended, cache = self.attention(name(self.attention_norm(x), "attention_in"), rows, window, query_keys, cache)

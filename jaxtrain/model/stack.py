@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.memory import Remat, rematerialize
+from jaxtrain.memory import Remat
 from jaxtrain.model.weights import Weight, fetch, is_stored
 
 LAST_IN_BACKWARD = "attention"  # the part of a block whose gradients come last
@@ -246,8 +246,7 @@ def _keep(block, x, *again):
 
 def _block(stack, turn):
     """The block at a turn of the remat pattern, without its second output."""
-    policy = stack.remat.policy if turn == stack.remat.every - 1 else "none"
-    return rematerialize(lambda *args: stack.block(*args)[0], policy)
+    return stack.remat.apply(lambda *args: stack.block(*args)[0], turn)
 
 
 def _layer(tree: Any, number: jax.Array | int) -> Any:

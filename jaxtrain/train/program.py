@@ -14,9 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain import hardware, overlap, precision, runtime
+from jaxtrain import hardware, memory, overlap, precision, runtime
 from jaxtrain import optimizer as optimizers
-from jaxtrain.memory import Remat
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
 from jaxtrain.model.loss import LossSums
@@ -103,7 +102,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     dtype = precision.compute_dtype(config)
 
     def make(key):
-        return Decoder(nnx.Rngs(params=key), model, layout, dtype, backend, Remat(config.memory.remat), config.overlap.prefetch)
+        return Decoder(
+            nnx.Rngs(params=key), model, layout, dtype, backend, memory.remat(config.memory), config.overlap.prefetch
+        )
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, weights = nnx.split(abstract, nnx.Param)
@@ -112,9 +113,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     optimizer = optimizers.make(config, dims)
 
     whole = layout.sharding((), "activation")
-    param_shardings = tree_shardings(layout, abstract_params, dims, "storage")
+    param_shardings = tree_shardings(layout, abstract_params, dims, "storage", memory.memory_kind(config.memory, "master"))
     gradient_shardings = tree_shardings(layout, abstract_params, dims, "optimizer")
-    opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims)
+    opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims, memory.memory_kind(config.memory, "moments"))
     state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
 
     def init(seed):
@@ -122,16 +123,17 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 
-    gradients, evaluation, logits = device_functions(
-        config, layout, merge, abstract_params, weight_places(abstract, layout, dtype), dims
-    )
+    functions = device_functions(config, layout, merge, abstract_params, weight_places(abstract, layout, dtype), dims)
+    if "master" in config.memory.offload:
+        functions = [memory.with_working_copy(function, optimizers.is_matrix(dims), dtype) for function in functions]
+    gradients, evaluation, logits = functions
 
     def loss_and_grads(params, batch, step):
         sums, grads, norm = gradients(params, batch, step)
         grads, norm = mean(sums, (grads, norm))
         return mean_losses(sums) | {"grad_norm": norm}, grads
 
-    train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm)
+    train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm, bool(config.memory.offload))
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings
@@ -160,8 +162,15 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     )
 
 
-def _optimizer_shardings(layout: Layout, optimizer: Any, abstract_params: Any, dims: Any) -> Any:
-    """Moments lie like their weights in `optimizer` placement; without this, tx.init would leave them whole everywhere."""
+def _optimizer_shardings(layout: Layout, optimizer: Any, abstract_params: Any, dims: Any, memory_kind: str | None) -> Any:
+    """Moments lie like their weights in `optimizer` placement; without this, tx.init would leave them whole everywhere.
+
+    Counters and what else is no array of weights stays on the device.
+    """
     state = jax.eval_shape(optimizer.init, abstract_params)
     names = optimizers.state_dims(optimizer, abstract_params, dims)
-    return jax.tree.map(lambda leaf, d: layout.sharding(d, "optimizer", leaf.shape), state, names)
+
+    def sharding(leaf, d):
+        return layout.sharding(d, "optimizer", leaf.shape, memory_kind if leaf.ndim else None)
+
+    return jax.tree.map(sharding, state, names)

@@ -1,0 +1,29 @@
+"""The named activations of a block, and which of them each `memory.remat` keeps for the backward. Data; no jax.
+
+Sizes are elements per token in a block without padding: D embed, N and K query and key/value heads, H head dim, F mlp.
+"""
+
+from __future__ import annotations
+
+# In the order in which a block makes them. `jaxtrain.memory.name` marks them in the model.
+ACTIVATIONS: dict[str, str] = {
+    "block_in": "D: the residual stream before a block; always kept",
+    "attention_in": "D: normalized input of the projections",
+    "qkv": "(N + 2K) H: queries, keys and values before rotation",
+    "attention": "N H and one float32 per head: output of attention and its log-sum-exp",
+    "attention_out": "D: what attention adds to the residual stream",
+    "mlp_in": "D: normalized input of the MLP",
+    "mlp_hidden": "2F gated, else F: what gate and up products give",
+    "mlp_out": "D: what the MLP adds; needed only with post_norms",
+}
+_PRODUCTS = tuple(name for name in ACTIVATIONS if name != "block_in")
+
+# None: everything, named or not.
+KEPT: dict[str, tuple[str, ...] | None] = {
+    "none": None,
+    "dots": _PRODUCTS,
+    "attention": tuple(name for name in _PRODUCTS if name != "attention"),
+    "mlp": tuple(name for name in _PRODUCTS if name != "mlp_hidden"),
+    "full": (),
+}
+STATE_GROUPS = ("master", "moments")  # of the training state, for `memory.offload`
