@@ -5,13 +5,18 @@ The learning rate is an argument of the step: what is logged is what was applied
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
 
+from jaxtrain.activations import STATE_GROUPS
+from jaxtrain.memory import on_device
 from jaxtrain.sharding import is_dims
 
 MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
@@ -99,6 +104,58 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
     orthogonal = optax.contrib.scale_by_muon(beta=c.momentum, weight_dimension_numbers=specs)
     muon = optax.chain(orthogonal, optax.GradientTransformation(lambda params: optax.EmptyState(), rescale))
     return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
+    """`(finite, learning_rate, gradients, params, state) -> (params, state)`: nothing changes unless `finite`.
+
+    With `memory.offload`, weights and moments come from the host weight by weight, each when the one before it is done, so
+    that the device never holds those of all.
+    """
+
+    def update(optimizer, finite, rate, grads, params, state):
+        updates, new_state = optimizer.update(grads, state, params)
+        new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        # Every device takes the same branch: the norm that tells `finite` is global.
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new_params, new_state), (params, state))
+
+    if not any(group in config.memory.offload for group in STATE_GROUPS):
+        return functools.partial(update, make(config, dims))
+
+    names = set(dims)  # of the outermost dict of weights: tells such dicts from others in the state
+
+    def is_tree(node):
+        return isinstance(node, dict) and set(node) <= names
+
+    def one_by_one(finite, rate, grads, params, state):
+        done, before = (params, state), finite
+        for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
+            keys = [key.key for key in path]
+
+            def only(tree, keys=keys):
+                return jax.tree.map(lambda n: _nested(keys, _at(n, keys)) if is_tree(n) else n, tree, is_leaf=is_tree)
+
+            old = on_device(only((params, state)), after=before)
+            new = update(make(config, only(dims)), finite, rate, only(grads), *old)
+            before = jax.tree.leaves(new[0])
+            done = jax.tree.map(
+                lambda d, n, keys=keys: _replaced(d, keys, _at(n, keys)) if is_tree(d) else n, done, new, is_leaf=is_tree
+            )
+        return done
+
+    return one_by_one
+
+
+def _at(tree: dict, keys: list[str]) -> Any:
+    return functools.reduce(lambda node, key: node[key], keys, tree)
+
+
+def _nested(keys: list[str], leaf: Any) -> Any:
+    return functools.reduce(lambda node, key: {key: node}, reversed(keys), leaf)
+
+
+def _replaced(tree: Any, keys: list[str], leaf: Any) -> Any:
+    return {**tree, keys[0]: _replaced(tree[keys[0]], keys[1:], leaf)} if keys else leaf
 
 
 def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) -> Any:

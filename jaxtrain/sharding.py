@@ -128,7 +128,30 @@ class Layout:
         """As `spec`, on the mesh. With `shape`, every dimension must divide: XLA would replicate it in silence."""
         if shape is not None:
             self.local_shape(dims, placement, shape)
-        return NamedSharding(self.mesh, self.spec(dims, placement), memory_kind=memory_kind)
+        spec = self.spec(dims, placement)
+        found = NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        return DescribedHost(self.mesh, spec) if memory_kind and not found.memory_kind else found
+
+
+class DescribedHost(NamedSharding):
+    """Pinned host memory beside devices that are only described.
+
+    Such devices list no memories, so jax drops the memory kind of a sharding on them. It reads the kind when it lowers a
+    program, and after compiling compares it with that of the result, which is unknown: `kind` is None meanwhile
+    (`jaxtrain.plan.compile`).
+    """
+
+    kind: str | None = "pinned_host"
+
+    @property
+    def memory_kind(self) -> str | None:
+        return DescribedHost.kind
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DescribedHost) and NamedSharding.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash((NamedSharding.__hash__(self), "host"))
 
 
 def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:

@@ -133,7 +133,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         grads, norm = mean(sums, (grads, norm))
         return mean_losses(sums) | {"grad_norm": norm}, grads
 
-    train_step = make_train_step(gradients, optimizer, config.optimizer.clip_norm, bool(config.memory.offload))
+    train_step = make_train_step(gradients, optimizers.make_update(config, dims), config.optimizer.clip_norm)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings

@@ -7,9 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jaxtrain.memory import on_device
 from jaxtrain.model.loss import LossSums
 from jaxtrain.train.state import TrainState
 
@@ -75,10 +73,11 @@ def mean(sums: LossSums, gradients: Any) -> Any:
     return jax.tree.map(lambda g: g * share, gradients)
 
 
-def make_train_step(gradients: Callable, optimizer: optax.GradientTransformation, clip_norm: float, offloads: bool) -> Callable:
+def make_train_step(gradients: Callable, update: Callable, clip_norm: float) -> Callable:
     """`(state, batch, learning_rate) -> (state, metrics)`; metrics are float32 scalars, the same on every mesh.
 
-    `offloads`: parts of the state may be on the host, from where they come when the gradients are there.
+    Args:
+      gradients: `(params, batch, step) -> (LossSums, sums of gradients, their norm)`; update: see `optimizer.make_update`.
     """
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -88,20 +87,12 @@ def make_train_step(gradients: Callable, optimizer: optax.GradientTransformation
         if clip_norm:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        old = state.params, state.opt_state
-        if offloads:
-            old = on_device(old, after=grads)
-        updates, opt_state = optimizer.update(grads, old[1], old[0])
-        params = jax.tree.map(lambda p, u: p - learning_rate * u, old[0], updates)
-
-        def unless_skipped(new, old):  # every device takes the same branch: the norm is global
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
+        params, opt_state = update(finite, learning_rate, grads, state.params, state.opt_state)
         skip = 1 - finite.astype(jnp.int32)
         state = TrainState(
             step=state.step + 1,
-            params=unless_skipped(params, old[0]),
-            opt_state=unless_skipped(opt_state, old[1]),
+            params=params,
+            opt_state=opt_state,
             skipped=state.skipped + skip,
             skipped_in_row=(state.skipped_in_row + 1) * skip,
         )
