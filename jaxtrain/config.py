@@ -127,6 +127,12 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "Of matrix products and activations. Weights, moments, gradient sums, norms, softmax and loss are float32.",
             choices=("bfloat16", "float32"),
         ),
+        "products": Setting(
+            "compute",
+            "Matrix products of blocks in compute_dtype, or in fp8 with one scale per tensor (e4m3 forward, e5m2 gradients; "
+            "needs compute_dtype=bfloat16, and on NVIDIA a Hopper GPU or later).",
+            choices=("compute", "fp8"),
+        ),
         "reduce_dtype": Setting(
             "float32", "In which gradients cross the network, whatever the compute dtype.", choices=("float32", "bfloat16")
         ),

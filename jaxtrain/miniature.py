@@ -26,13 +26,15 @@ def shrink(config: ml_collections.ConfigDict, max_devices: int = 8) -> ml_collec
     small.unlock()
     sizes = shrink_mesh(config.mesh, max_devices)
     small.mesh.update(sizes)
-    small.precision.update(compute_dtype="float32", reduce_dtype="float32")
+    small.precision.update(compute_dtype="float32", reduce_dtype="float32", products="compute")
     small.runtime.update(
         platform="cpu", num_processes=1, process_id=0, coordinator_address="", fake_devices=math.prod(sizes.values())
     )
     if config.runtime.attention == "cudnn":
         small.runtime.attention = "auto"
     _shrink_model(config.model, small.model, max(config.mesh.tensor, 0) or sizes["tensor"], sizes)
+    if config.memory.remat_every_blocks > 1:
+        small.memory.remat_every_blocks = small.model.num_layers
     _shrink_rows(config, small, sizes)
     # As large a share of a weight as in the model itself: initial weights are larger here.
     small.optimizer.learning_rate *= small.model.init_stddev / config.model.init_stddev

@@ -110,7 +110,8 @@ def plain(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     one.mesh.update(dict.fromkeys(AXES, 1))
     one.train.accumulation_steps = 1
     one.sharding.update(zero_stage=0, sequence_parallel=False)
-    one.memory.update(remat="none", loss_chunk_tokens=config.data.global_batch_rows * config.data.seq_len_tokens)
+    one.memory.update(remat="none", keep=(), remat_every_blocks=1, offload=())
+    one.memory.update(loss_chunk_tokens=config.data.global_batch_rows * config.data.seq_len_tokens)
     one.runtime.update(attention="reference", fake_devices=0)
     return one
 

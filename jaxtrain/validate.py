@@ -76,7 +76,7 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
         except ConfigError as error:
             found += error.problems
     sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
-    found += _model_problems(config.model) + _layout_problems(config, sizes) + _memory_problems(config)
+    found += _model_problems(config.model) + _layout_problems(config, sizes) + _step_problems(config)
     return found + _data_problems(config, sizes) + _run_problems(config)
 
 
@@ -127,8 +127,13 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
     return found
 
 
-def _memory_problems(config: ml_collections.ConfigDict) -> list[str]:
+def _step_problems(config: ml_collections.ConfigDict) -> list[str]:
     memory, layers, found = config.memory, config.model.num_layers, []
+    if config.precision.products == "fp8" and config.precision.compute_dtype != "bfloat16":
+        found.append(
+            f"precision.products: fp8 needs precision.compute_dtype=bfloat16, got {config.precision.compute_dtype}; "
+            "set that, or products=compute"
+        )
     if layers % memory.remat_every_blocks:
         found.append(
             f"memory.remat_every_blocks: {memory.remat_every_blocks} does not divide model.num_layers={layers}; "

@@ -21,6 +21,7 @@ from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
+from jaxtrain.model.products import Product
 from jaxtrain.model.vocabulary import Embedding, Head
 from jaxtrain.model.weights import Weight, places, ready
 from jaxtrain.sharding import Layout, all_gather, index
@@ -31,11 +32,11 @@ EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dro
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, backend: str):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, backend: str, product: Product):
         out_stddev = model.init_stddev / (math.sqrt(2 * model.num_layers) if model.init_scaled_outputs else 1.0)
         self.attention_norm, self.mlp_norm = _norm(model, layout), _norm(model, layout)
-        self.attention = Attention(rngs, model, layout, backend, out_stddev)
-        self.mlp = Mlp(rngs, model, layout, out_stddev)
+        self.attention = Attention(rngs, model, layout, backend, out_stddev, product)
+        self.mlp = Mlp(rngs, model, layout, out_stddev, product)
         self.attention_post_norm = _norm(model, layout) if model.post_norms else None
         self.mlp_post_norm = _norm(model, layout) if model.post_norms else None
         self.model, self.layout = model, layout
@@ -80,11 +81,12 @@ class Decoder(nnx.Module):
         backend: str,
         remat: Remat,
         prefetch: str,
+        product: Product,
     ):
         self.embedder = Embedding(rngs, model, layout, dtype)
         if model.position == "learned":
             self.positions = PositionTable(rngs, model, layout)
-        self.blocks = _stack(lambda rngs: Block(rngs, model, layout, backend), rngs, model.num_layers)
+        self.blocks = _stack(lambda rngs: Block(rngs, model, layout, backend, product), rngs, model.num_layers)
         self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
             self.head = Head(rngs, model, layout, dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.model.collective_matmul import gather_product, product_scatter
+from jaxtrain.model.products import Product, plain
 from jaxtrain.model.weights import Weight
 from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
 
@@ -48,10 +49,11 @@ class Linear(nnx.Module):
         layout: Layout,
         bias: tuple[Sequence[int], Dims] | None = None,
         bias_split: bool = False,
+        product: Product = plain,
     ):
         self.kernel = weight(rngs, shape, dims, stddev)
         self.bias = vector(*bias, 0.0, bias_split) if bias else None
-        self.layout = layout
+        self.layout, self.product = layout, product
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y + bias, added (and the bias gradient summed) in float32; y itself without a bias."""
@@ -103,35 +105,35 @@ def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
     summed over `tensor`, scattered back to positions. Kept for the backward: `x` as it came; positions are gathered again.
     Weight gradients leave their product in float32.
     """
-    outputs = _columns(x, [linear.kernel.get_value() for linear in linears], equation, linears[0].layout)
+    weights = [linear.kernel.get_value() for linear in linears]
+    outputs = _columns(x, weights, equation, linears[0].layout, linears[0].product)
     return [linear.add_bias(y) for linear, y in zip(linears, outputs, strict=True)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _columns(x, weights, equation, layout):
-    def product(x):
-        return [jnp.einsum(equation, x, w.value) for w in weights]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _columns(x, weights, equation, layout, product):
+    def multiply(x):
+        return [product(equation, x, w.value, x.dtype) for w in weights]
 
-    return gather_product(layout, x, product)[0] if layout.collective_matmul else product(gather_positions(layout, x))
-
-
-def _columns_forward(x, weights, equation, layout):
-    return _columns(x, weights, equation, layout), (x, weights)
+    return gather_product(layout, x, multiply)[0] if layout.collective_matmul else multiply(gather_positions(layout, x))
 
 
-def _columns_backward(equation, layout, residuals, gs):
+def _columns_forward(x, weights, equation, layout, product):
+    return _columns(x, weights, equation, layout, product), (x, weights)
+
+
+def _columns_backward(equation, layout, product, residuals, gs):
     x, weights = residuals
     back, weigh = _transposed(equation)
 
-    def product(*gs):
-        parts = [jnp.einsum(back, g, w.value, preferred_element_type=jnp.float32) for g, w in zip(gs, weights, strict=True)]
-        return sum(parts).astype(x.dtype)
+    def multiply(*gs):
+        return sum(product(back, g, w.value, jnp.float32, gradient=0) for g, w in zip(gs, weights, strict=True)).astype(x.dtype)
 
     if layout.collective_matmul:
-        dx, x = product_scatter(layout, product, gs, beside=x)
+        dx, x = product_scatter(layout, multiply, gs, beside=x)
     else:
-        dx, x = scatter_positions(layout, product(*gs)), gather_positions(layout, x)
-    grads = [jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32) for g in gs]
+        dx, x = scatter_positions(layout, multiply(*gs)), gather_positions(layout, x)
+    grads = [product(weigh, x, g, jnp.float32, gradient=1) for g in gs]
     return dx, [w.gradient(g) for g, w in zip(grads, weights, strict=True)]
 
 
@@ -143,34 +145,34 @@ def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
 
     Forward: the sum is scattered to positions (sequence parallel) or whole. Backward: the gradient's positions are gathered.
     """
-    return linear.add_bias(_row(x, linear.kernel.get_value(), equation, linear.layout))
+    return linear.add_bias(_row(x, linear.kernel.get_value(), equation, linear.layout, linear.product))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _row(x, weight, equation, layout):
-    def product(x):
-        return jnp.einsum(equation, x, weight.value)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _row(x, weight, equation, layout, product):
+    def multiply(x):
+        return product(equation, x, weight.value, x.dtype)
 
-    return product_scatter(layout, product, [x])[0] if layout.collective_matmul else scatter_positions(layout, product(x))
-
-
-def _row_forward(x, weight, equation, layout):
-    return _row(x, weight, equation, layout), (x, weight)
+    return product_scatter(layout, multiply, [x])[0] if layout.collective_matmul else scatter_positions(layout, multiply(x))
 
 
-def _row_backward(equation, layout, residuals, g):
+def _row_forward(x, weight, equation, layout, product):
+    return _row(x, weight, equation, layout, product), (x, weight)
+
+
+def _row_backward(equation, layout, product, residuals, g):
     x, weight = residuals
     back, weigh = _transposed(equation)
 
-    def product(g):
-        return [jnp.einsum(back, g, weight.value)]
+    def multiply(g):
+        return [product(back, g, weight.value, g.dtype, gradient=0)]
 
     if layout.collective_matmul:
-        [dx], g = gather_product(layout, g, product, whole=True)
+        [dx], g = gather_product(layout, g, multiply, whole=True)
     else:
         g = gather_positions(layout, g)
-        [dx] = product(g)
-    return dx, weight.gradient(jnp.einsum(weigh, x, g, preferred_element_type=jnp.float32))
+        [dx] = multiply(g)
+    return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1))
 
 
 _row.defvjp(_row_forward, _row_backward)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxtrain.memory import name
 from jaxtrain.model.layers import Linear, columns, row
+from jaxtrain.model.products import Product
 from jaxtrain.sharding import Layout
 
 ACTIVATIONS = {
@@ -24,14 +25,14 @@ GATED = ("swiglu", "geglu")
 class Mlp(nnx.Module):
     """down(act(gate(x)) * up(x)), or down(act(up(x))): column-parallel, then row-parallel over `tensor`."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, out_stddev: float):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, out_stddev: float, product: Product):
         d, f = model.embed_dim, model.mlp_dim
         bias = ((f,), ("mlp",)) if model.mlp_bias else None
-        into = functools.partial(Linear, rngs, (d, f), ("embed", "mlp"), model.init_stddev, layout, bias)
+        into = functools.partial(Linear, rngs, (d, f), ("embed", "mlp"), model.init_stddev, layout, bias, product=product)
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
         bias = ((d,), ("vector",)) if model.mlp_bias else None
-        self.down = Linear(rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, bias_split=layout.sequence_parallel)
+        self.down = Linear(rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, layout.sequence_parallel, product)
         self.activation = model.mlp
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import hardware, memory, overlap, precision, runtime
 from jaxtrain import optimizer as optimizers
+from jaxtrain.config import ConfigError
+from jaxtrain.model import products
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
 from jaxtrain.model.loss import LossSums
@@ -100,10 +102,14 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     platform = device.platform
     backend = choose(config, platform)
     dtype = precision.compute_dtype(config)
+    gpu = hardware.find(device.device_kind)
+    if config.precision.products == "fp8" and gpu and not gpu.fp8_flops:
+        raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
 
     def make(key):
+        rngs, remat = nnx.Rngs(params=key), memory.remat(config.memory)
         return Decoder(
-            nnx.Rngs(params=key), model, layout, dtype, backend, memory.remat(config.memory), config.overlap.prefetch
+            rngs, model, layout, dtype, backend, remat, config.overlap.prefetch, products.make(config.precision.products)
         )
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
@@ -153,7 +159,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
             train_step,
             out_shardings=(state_shardings, whole),
             donate_argnums=0,
-            compiler_options=overlap.compiler_options(config, platform, hardware.find(device.device_kind)),
+            compiler_options=overlap.compiler_options(config, platform, gpu),
         ),
         eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
         loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),

@@ -15,6 +15,7 @@ from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import visible
 from jaxtrain.model.dropout import factors
 from jaxtrain.model.layers import Linear, Norm, columns, row
+from jaxtrain.model.products import Product
 from jaxtrain.model.rope import rotate
 from jaxtrain.model.weights import own_heads_of
 from jaxtrain.sharding import Layout, all_gather, reduce_scatter
@@ -52,17 +53,25 @@ class Cache:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023); K = N is multi-head, K = 1 multi-query."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, backend: str, out_stddev: float):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        model: ml_collections.ConfigDict,
+        layout: Layout,
+        backend: str,
+        out_stddev: float,
+        product: Product,
+    ):
         d, n, k, h = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim
 
         def qkv(count, name):
             bias = ((count, h), (name, "head_dim")) if model.qkv_bias else None
-            return Linear(rngs, (d, count, h), ("embed", name, "head_dim"), model.init_stddev, layout, bias)
+            return Linear(rngs, (d, count, h), ("embed", name, "head_dim"), model.init_stddev, layout, bias, product=product)
 
         self.query, self.key, self.value = qkv(n, "heads"), qkv(k, "kv_heads"), qkv(k, "kv_heads")
         bias = ((d,), ("vector",)) if model.attention_out_bias else None
         dims = ("embed", "heads", "head_dim")
-        self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, bias_split=layout.sequence_parallel)
+        self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, layout.sequence_parallel, product)
         norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, True)
         self.query_norm = Norm(*norm) if model.qk_norm else None
         self.key_norm = Norm(*norm) if model.qk_norm else None
