@@ -1,8 +1,8 @@
 """Layouts without tensor parallelism equal one device; initial weights, padding, dropout, prefetching, bfloat16."""
 
 import functools
+import itertools
 
-import jax
 import numpy as np
 import pytest
 from layouts import LAYOUTS, MODELS, assert_equals_one_device, assert_same_bits, flat, trajectory
@@ -12,9 +12,22 @@ SPLIT = {name: of for name, of in LAYOUTS.items() if of[1]["mesh__tensor"] == 1}
 
 
 def test_layouts_cover_what_they_should():
-    """Every setting with every other: stages, tensor, accumulation, tied and untied, heads and vocabulary that do not divide."""
+    """At least 24; every pair of stage, tensor, accumulation and tying that eight devices can have."""
     assert len(LAYOUTS) >= 24
-    assert all((MODELS[model]["model__num_heads"], 270 % c["mesh__tensor"]) for model, c in LAYOUTS.values())
+    traits = [
+        dict(
+            stage="hsdp" if name.startswith("hsdp") else changes["sharding__zero_stage"],
+            tensor=changes["mesh__tensor"],
+            accumulation=changes["train__accumulation_steps"],
+            tied=MODELS[model].get("model__tie_embeddings", False),
+        )
+        for name, (model, changes) in LAYOUTS.items()
+        if "sequence" not in name
+    ]
+    for a, b in itertools.combinations(traits[0], 2):
+        wanted = set(itertools.product(*({t[key] for t in traits} for key in (a, b)))) - {("hsdp", 4)}
+        assert wanted == {(t[a], t[b]) for t in traits}, (a, b)
+    assert {model for model, _ in LAYOUTS.values()} == set(MODELS)
 
 
 @pytest.mark.parametrize("layout", SPLIT)
