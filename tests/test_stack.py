@@ -138,7 +138,8 @@ def test_sums_of_earlier_microbatches_are_added_to(mesh):
     all_devices = layout.size("data", "fsdp")  # those of vectors wait for the end of the step
     waiting = layout.size("data") if "gradient" in ZERO_STAGES[layout.zero_stage] else all_devices
     parts = {"attention": waiting, "mlp": waiting, "norm": all_devices}
-    weights = {key: jax.tree.map(lambda w, e: w + ways * e, weights[key], earlier[key]) for key, ways in parts.items()}
+    summed = jax.tree_util.tree_map_with_path(lambda path, e: parts[path[0].key] * e, earlier)
+    weights = jax.tree.map(jnp.add, weights, summed)
     assert_close(got, (value, x, weights, head), 1e-5)
 
 
