@@ -15,6 +15,7 @@ from tiny import assert_close, batch, config, host, program
 
 STEPS, RATE = 20, 0.5
 ALL = dict(model__num_layers=3, model__num_heads=6, data__global_batch_rows=32)
+# C21: two key/value heads over tensor=4 are replicated.
 UNEVEN_BY_2 = dict(model__num_heads=9, model__num_kv_heads=3)  # padded over tensor=2; 6 heads, 2 groups of 3: over tensor=4
 MODELS = {
     "untied": ALL,
@@ -135,3 +136,12 @@ def assert_same_bits(a, b):
     """Two nested dicts of arrays."""
     for (name, x), (_, y) in zip(flat(a), flat(b), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@functools.cache
+def gradients(**changes) -> tuple:
+    """(loss, gradients) of a first step."""
+    c = config(model__num_layers=3, **changes)
+    p = program(c)
+    metrics, grads = p.loss_and_grads(p.init(0).params, p.put_batch(batch(c)), np.int32(0))
+    return float(metrics["loss"]), host(grads)

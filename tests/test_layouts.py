@@ -1,11 +1,11 @@
 """Layouts without tensor parallelism equal one device; initial weights, padding, dropout, prefetching, bfloat16."""
 
-import functools
 import itertools
 
+import jax
 import numpy as np
 import pytest
-from layouts import LAYOUTS, MODELS, assert_equals_one_device, assert_same_bits, flat, trajectory
+from layouts import LAYOUTS, MODELS, assert_equals_one_device, assert_same_bits, flat, gradients, trajectory
 from tiny import assert_close, batch, config, host, program
 
 SPLIT = {name: of for name, of in LAYOUTS.items() if of[1]["mesh__tensor"] == 1}
@@ -36,6 +36,20 @@ def test_equal_to_one_device(layout):
     assert_equals_one_device(layout)
 
 
+ATTENTION = [f"blocks.attention.{name}.kernel" for name in ("query", "key", "value")]
+
+
+@pytest.mark.parametrize("layout", [layout for layout, (model, _) in SPLIT.items() if model == "untied"])
+def test_queries_keys_and_values_by_themselves(layout):
+    """C09, its data and fsdp part: one step of SGD, grouped queries; lengths too, since Adam would hide a factor."""
+    one, many = (
+        dict(flat(jax.tree.map(np.subtract, t[1], t[0]))) for t in (trajectory("untied", None), trajectory("untied", layout))
+    )
+    for name in ATTENTION:
+        np.testing.assert_allclose(np.linalg.norm(many[name]) / np.linalg.norm(one[name]), 1.0, rtol=1e-6)
+        np.testing.assert_allclose(many[name], one[name], atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
+
+
 def test_initial_weights_of_an_odd_width_do_not_depend_on_the_mesh():
     """C03 with a dimension of 496 over 2, 4 and 8."""
     runs = []
@@ -61,15 +75,6 @@ def test_dropout_changes_the_loss_and_follows_seed_and_step():
     assert losses[0] == losses[1] != losses[2] and losses[0] != with_dropout[0]
     without = p.eval_step(params, p.put_batch({k: v[0] for k, v in batch(c).items()}, p.eval_batch_sharding))
     assert abs(with_dropout[0] - without.cross_entropy / without.targets) > 1e-3
-
-
-@functools.cache
-def gradients(**changes):
-    """(loss, gradients) of a first step."""
-    c = config(model__num_layers=3, **changes)
-    p = program(c)
-    metrics, grads = p.loss_and_grads(p.init(0).params, p.put_batch(batch(c)), np.int32(0))
-    return float(metrics["loss"]), host(grads)
 
 
 @pytest.mark.parametrize("prefetch", ["forward", "backward", "both"])

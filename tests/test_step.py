@@ -114,6 +114,24 @@ def test_a_batch_without_targets():
     assert_close(state.params, before, 1e-12)
 
 
+def test_microbatches_and_devices_without_targets():
+    """C23: one target, three, or none, in a microbatch and on a device of data: loss and gradients are those of one device."""
+    tokens = batch(config())
+    flat = tokens["targets"].reshape(8, -1)
+    flat[0, 1:], flat[1:4] = -1, -1  # the first microbatch: a target at most, on one device
+    flat[0, 0], flat[5:] = 7, -1
+    results = []
+    for changes in ({}, dict(train__accumulation_steps=2, mesh__data=2), dict(train__accumulation_steps=2, mesh__fsdp=4)):
+        p = program(config(**changes))
+        shaped = {key: value.reshape(p.batch_shape) for key, value in tokens.items()}
+        results.append(p.loss_and_grads(p.init(0).params, p.put_batch(shaped), np.int32(0)))
+    (one, grads), others = results[0], results[1:]
+    assert one["targets"] == (flat >= 0).sum() > 1
+    for metrics, other in others:
+        np.testing.assert_allclose(metrics["loss"], one["loss"], rtol=1e-6)
+        assert_close(other, grads)
+
+
 def test_tied_table_gets_both_gradients_and_counts_once():
     """C19: input part + output part of an untied model whose two tables are equal; one entry in norm and count."""
     tied, untied = program(config(model__tie_embeddings=True, mesh__fsdp=2)), program(config(mesh__fsdp=2))
