@@ -8,7 +8,7 @@ from tiny import VOCAB, batch, config, host, program
 
 from jaxtrain.generate import pick, sample
 from jaxtrain.model.decoder import layer_windows
-from jaxtrain.model.weights import Weight
+from jaxtrain.model.weights import Stored
 
 
 def test_causal_and_within_documents_by_gradient():
@@ -18,8 +18,8 @@ def test_causal_and_within_documents_by_gradient():
     zeros, tokens = jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.asarray(x[0]), batch(p.config))
 
     def hidden(table, t):
-        decoder = p.merge(jax.tree.map(Weight, params, dict(zeros, embedder={"table": table})))
-        return decoder.hidden(tokens["tokens"], tokens["segment_ids"], tokens["positions"])[0][0, t].sum()
+        decoder = p.merge(jax.tree.map(Stored, params, dict(zeros, embedder={"table": table})))
+        return decoder.hidden(tokens["tokens"], tokens["segment_ids"], tokens["positions"]).x[0, t].sum()
 
     segments, ids = np.asarray(tokens["segment_ids"][0]), np.asarray(tokens["tokens"][0])
     t = int(np.flatnonzero(segments == 2)[-1])

@@ -1,6 +1,6 @@
 """The step that GPUs would run, compiled here without one: its bytes, buffers and collectives, for Llama-3-8B on 8 x H200.
 
-What XLA does is asserted as it is. Where it falls short of what we want, no test claims the wish.
+What XLA does is asserted as it is, on jax 0.10 and 0.12. Where it falls short of what we want, no test claims the wish.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavaila
 pytestmark = pytest.mark.plan
 
 L, D, F, N, K, H, V, T = 32, 4096, 14_336, 32, 8, 128, 128_256, 4096
-BLOCK = [(D, N, H), (D, K, H), (D, K, H), (N, H, D), (D, F), (D, F), (F, D)]  # query, key, value, out, gate, up, down
+BLOCK = [(D, N, H), (D, K, H), (D, K, H), (D, N, H), (D, F), (D, F), (D, F)]  # query, key, value, out, gate, up, down
 WHOLE = L * 2 * D + D  # elements of the norm scales, which every device holds
 PARAMETERS = L * sum(map(math.prod, BLOCK)) + 2 * V * D + WHOLE
-SHARDED, TENSOR = ("mesh.fsdp=8",), ("mesh.fsdp=2", "mesh.tensor=4")
-DATA = ("mesh.data=8", "sharding.zero_stage=0", "model.num_layers=8")  # all 32 layers would not fit
+GIB, MIB = 2**30, 2**20
+
+ZERO_3, HSDP, TENSOR = ("mesh.fsdp=8",), ("mesh.data=2", "mesh.fsdp=4"), ("mesh.fsdp=2", "mesh.tensor=4")
+ZERO_1, ZERO_2 = ((*ZERO_3, f"sharding.zero_stage={stage}") for stage in (1, 2))
+ZERO_0 = ("mesh.data=8", "sharding.zero_stage=0", "model.num_layers=8")  # all 32 layers would not fit
+EIGHT = ("train.accumulation_steps=8", "data.global_batch_rows=64")
+BFLOAT16 = ("precision.reduce_dtype=bfloat16",)
+NO_RING = (*TENSOR, "overlap.collective_matmul=False")
 
 
 @functools.cache
 def step(*changes: str) -> plan.Compiled:
-    """One row of 4096 tokens per GPU, all of it recomputed in the backward, no accumulation, XLA's own schedule."""
+    """One row of 4096 tokens per GPU and microbatch, all of it recomputed in the backward, no accumulation."""
     base = (
-        "overlap.schedule=xla",
         f"data.seq_len_tokens={T}",
         "data.global_batch_rows=8",
         "train.accumulation_steps=1",
@@ -54,12 +59,12 @@ def module(*changes: str) -> hlo.Module:
 
 @functools.cache
 def found(*changes: str) -> list[hlo.Collective]:
-    return step(*changes).collectives()
+    return hlo.collectives(module(*changes), step(*changes).mesh_shape)
 
 
-def in_layers(collectives: list[hlo.Collective]) -> list[hlo.Collective]:
-    """Those in the loops over layers. XLA may peel an iteration off."""
-    return [c for c in collectives if any(loop.trips in (L - 1, L) for loop in c.loops)]
+def in_layers(collectives: list[hlo.Collective], layers: int = L) -> list[hlo.Collective]:
+    """Those in the loops over layers; the last block stands outside."""
+    return [c for c in collectives if any(loop.trips == layers - 1 for loop in c.loops)]
 
 
 def runs(collectives: list[hlo.Collective], kind: str, axis: str, dtype: str) -> collections.Counter:
@@ -75,100 +80,141 @@ def runs(collectives: list[hlo.Collective], kind: str, axis: str, dtype: str) ->
 
 def weights(ways: int) -> collections.Counter:
     """The shapes of a block's weights with the width of the residual cut into `ways`, each with how many there are."""
-    cut = [tuple(size // ways if size == D else size for size in shape) for shape in BLOCK]
-    return collections.Counter(tuple(sorted(shape)) for shape in cut)
+    return collections.Counter(tuple(sorted((D // ways, *shape[1:]))) for shape in BLOCK)
 
 
 def scaled(count: collections.Counter, factor: int) -> dict:
     return {key: value * factor for key, value in count.items()}
 
 
+# Memory.
+
+
 @needs_plugin
-@pytest.mark.parametrize(
-    ("changes", "elements"), [(SHARDED, (PARAMETERS - WHOLE) // 8 + WHOLE), (TENSOR, (PARAMETERS - WHOLE) // 8 + WHOLE)]
-)
-def test_argument_bytes_are_those_of_the_shards(changes, elements):
+@pytest.mark.parametrize("changes", [ZERO_0, (*ZERO_1, *BFLOAT16), ZERO_2, ZERO_3, TENSOR], ids=" ".join)
+def test_argument_bytes_are_those_of_the_shards(changes):
+    """Ours by the ZeRO formula: of 12 bytes a parameter an eighth from stage 1 on, and the whole at stage 0."""
+    layers, ways = (8, 1) if changes == ZERO_0 else (L, 8)
+    whole = layers * 2 * D + D
+    sharded = layers * sum(map(math.prod, BLOCK)) + 2 * V * D
     compiled = step(*changes)
     state, batch, rate = compiled.program.abstract_step_arguments()
     size = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves((state, batch))]
     state_bytes = sum(size[: len(jax.tree.leaves(state))])
-    assert state_bytes == 12 * elements + 4 * 4, "weights and two moments in float32, and four counters"
+    assert state_bytes == 12 * (sharded // ways + whole) + 4 * 4, "weights and two moments in float32, and four counters"
     assert compiled.memory.argument == sum(size) + rate.dtype.itemsize
     assert compiled.memory.alias == state_bytes, "the whole state is updated in place"
     assert compiled.memory.host == 0
 
 
+# The best peer, MaxText 0.2.5, on the same work: peak 21.27, 38.99, 22.43 and 82.84 GiB; sent 37.6 (its gradients in bfloat16),
+# 35.9, 49.3 and 118.9; exposed 13.07 (2.11 with XLA's flags set), 10.82, 22.25 and 38.48. The last with 4 microbatches; ours
+# with 8 differs from 4 by token ids and activations of the embedding alone.
 @needs_plugin
-@pytest.mark.parametrize("changes", [SHARDED, TENSOR])
+@pytest.mark.parametrize(
+    ("changes", "peak", "wire", "exposed"),
+    [
+        (ZERO_3, 18.0, 48.2, 0.7),
+        (HSDP, 32.5, 48.8, 1.3),
+        (TENSOR, 17.5, 44.5, 2.1),
+        ((*ZERO_1, *EIGHT), 62.0, 37.2, 0.95),
+    ],
+    ids=str,
+)
+def test_peak_and_traffic(changes, peak, wire, exposed):
+    """GiB of a GPU, and per step. A few percent above what it was when this was written."""
+    assert step(*changes).memory.peak <= peak * GIB
+    assert hlo.wire_bytes(found(*changes)) <= wire * GIB
+    assert hlo.exposed_bytes(found(*changes)) <= exposed * GIB
+
+
+@needs_plugin
+def test_no_device_ever_holds_a_weight_of_all_layers():
+    assert _stacks(module(*ZERO_3)) == []
+    assert _stacks(module(*ZERO_1, *EIGHT)), "stage 1 keeps them in bfloat16, so this test would see them"
+
+
+def _stacks(program: hlo.Module) -> list[str]:
+    """Arrays with the dimensions of a weight of all layers in any order, or as large as the largest of these."""
+    shapes = {tuple(sorted((L, *shape))) for shape in BLOCK}
+    return [
+        f"{instruction.name} {dtype}{dims}"
+        for _, instruction in program.instructions()
+        for dtype, dims in hlo.arrays(instruction.shape)
+        if tuple(sorted(d for d in dims if d > 1)) in shapes or math.prod(dims) >= L * D * F
+    ]
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("changes", "tensor", "elements"),
+    [
+        (ZERO_3, 1, D),  # a block's input
+        # What enters a block, attention and MLP, and what attention gives; queries, keys, values; attended; gate and up.
+        ((*TENSOR, "memory.remat=dots"), 4, 4 * D + (N + 2 * K) * H + N * H + 2 * F),
+    ],
+    ids=str,
+)
+def test_saved_activations_are_divided_by_tensor(changes, tensor, elements):
+    """All that the loops over layers hold for the backward, per layer and token of this device's rows. No weights."""
+    rows = 8 // step(*changes).program.layout.size("data", "fsdp")
+    loops = [
+        hlo.arrays(i.shape)
+        for _, i in module(*changes).instructions()
+        if i.opcode == "while" and i.backend_config.get("known_trip_count", {}).get("n") == str(L - 1)
+    ]
+    assert len(loops) == 2, "forward and backward"
+    for arrays in loops:
+        kept = [(dtype, math.prod(dims)) for dtype, dims in arrays if dims[:1] == (L - 1,) and len(dims) > 1]
+        assert {dtype for dtype, _ in kept} == {"bf16"}
+        assert sum(size for _, size in kept) == (L - 1) * rows * T * elements // tensor
+
+
+@needs_plugin
+@pytest.mark.parametrize("changes", [ZERO_3, TENSOR], ids=" ".join)
 def test_attention_is_cudnns(changes):
     calls = collections.Counter(re.findall(r'custom_call_target="__cudnn\$(\w+)"', step(*changes).text))
     assert calls["fmhaScaleBiasSoftmax"] >= 2 and calls["fmhaScaleBiasSoftmaxBackward"] >= 1
 
 
-@needs_plugin
-def test_a_blocks_weights_are_gathered_twice_in_bfloat16_and_summed_once_in_float32():
-    collectives = found(*SHARDED)
-    blocks, table = weights(ways=8), collections.Counter({(D // 8, V): 1})
-    assert runs(collectives, "all-gather", "fsdp", "bf16") == scaled(blocks, 2 * L) | table
-    assert runs(collectives, "reduce-scatter", "fsdp", "f32") == scaled(weights(ways=1), L) | {(D, V): 1}
-    assert {c.dtype for c in in_layers(collectives) if c.kind == "all-gather"} == {"bf16"}
-    # The head is the (D, V) above. Of the embedding only token ids, activations and their gradients travel.
-    ids, activations = 4 * T * 7, 2 * T * D * 7 // 8
-    parameters = (2 + 2 + 4) * L * sum(map(math.prod, BLOCK)) + (2 + 4) * V * D
-    large = sum(c.step_wire_bytes for c in collectives if c.kind != "all-reduce")
-    assert large == parameters * 7 // 8 + ids + 2 * activations
+# Weights and gradients on the wire.
 
 
 @needs_plugin
-def test_no_device_ever_holds_a_weight_of_all_layers():
-    assert _stacks(module(*SHARDED)) == []
-    assert _stacks(module(*DATA), layers=8), "this test would see them"
+@pytest.mark.parametrize(
+    ("changes", "gathers", "sums", "dtype"),
+    [
+        (ZERO_3, 2, 1, "f32"),
+        ((*ZERO_3, *EIGHT, *BFLOAT16), 2 * 8, 8, "bf16"),
+        ((*ZERO_1, *BFLOAT16), 1, 1, "bf16"),
+        ((*ZERO_1, *EIGHT), 1, 1, "f32"),
+        (ZERO_2, 1, 1, "f32"),
+    ],
+    ids=str,
+)
+def test_how_often_weights_are_gathered_and_gradients_summed(changes, gathers, sums, dtype):
+    """Per step, each block's weights and the head. Stage 3: twice (head: once) and once in each microbatch. Stage 1: once.
 
-
-def _stacks(program: hlo.Module, layers: int = L) -> list[str]:
-    """Arrays with the dimensions of a weight of all layers in any order, or as large as the largest of these."""
-    shapes = {tuple(sorted((layers, *shape))) for shape in BLOCK}
-    return [
-        f"{instruction.name} {dtype}{dims}"
-        for _, instruction in program.instructions()
-        for dtype, dims in hlo.arrays(instruction.shape)
-        if tuple(sorted(d for d in dims if d > 1)) in shapes or math.prod(dims) >= layers * D * F
-    ]
-
-
-@needs_plugin
-def test_collectives_of_the_layers_run_beside_the_computation():
-    assert [c.name for c in in_layers(found(*SHARDED)) if not c.asynchronous] == []
-
-
-@needs_plugin
-def test_pipelined_schedule_hides_all_of_the_layers():
-    """The default: what is left exposed is outside the loops (the head's gather, the peeled iterations)."""
-    waiting, pipelined = (
-        [c for c in found(*SHARDED, f"overlap.schedule={name}") if any(loop.trips > 1 for loop in c.loops)]
-        for name in ("xla", "pipelined")
-    )
-    assert hlo.exposed_bytes(waiting) > 2**30 and hlo.exposed_bytes(pipelined) == 0
-    assert [c.name for c in pipelined if not c.asynchronous] == []
-    assert hlo.wire_bytes(pipelined) > 30 * 2**30, "the loops have most of the traffic"
-
-
-@needs_plugin
-def test_tensor_parallelism_moves_activations_by_gather_and_scatter_only():
-    collectives = found(*TENSOR)
-    part, whole = tuple(sorted((8 // 2, T // 4, D))), tuple(sorted((8 // 2, T, D)))
-    # Forward: a gather before and a scatter after attention and MLP. Backward: the same for the gradients, and all but the
-    # last scatter again to recompute. Outside: a scatter after the embedding; before the head a gather, its gradient's
-    # scatter, and the gather for the embedding's.
-    assert runs(collectives, "all-gather", "tensor", "bf16") == {part: (2 + 4) * L + 2}
-    assert runs(collectives, "reduce-scatter", "tensor", "bf16") == {whole: (2 + 3) * L + 2}
-    assert max(c.operand_bytes for c in in_layers(collectives) if c.kind == "all-reduce") == 2 * D * 4, "norm scales"
-    assert {c.kind for c in in_layers(collectives)} == {"all-gather", "reduce-scatter", "all-reduce"}
+    Gathered in bfloat16, summed in `precision.reduce_dtype`.
+    """
+    collectives, microbatches = found(*changes), 8 if set(EIGHT) <= set(changes) else 1
+    heads = microbatches if gathers == 2 * microbatches else 1
+    assert runs(collectives, "all-gather", "fsdp", "bf16") == scaled(weights(8), gathers * L) | {(D // 8, V): heads}
+    assert runs(collectives, "reduce-scatter", "fsdp", dtype) == scaled(weights(1), sums * L) | {(D, V): sums}
+    # Of the embedding only token ids, activations and their gradients travel.
+    ids, activations = 4 * T * 7 * microbatches, 2 * T * D * 7 // 8 * microbatches
+    blocks, width = L * sum(map(math.prod, BLOCK)), {"f32": 4, "bf16": 2}[dtype]
+    words = blocks * (2 * gathers + width * sums) + V * D * (2 * heads + width * sums)
+    assert sum(c.step_wire_bytes for c in collectives if c.kind != "all-reduce") == words * 7 // 8 + ids + 2 * activations
+    # Norm scales and sums of losses: once a step, in float32.
+    small = [c for c in collectives if c.kind == "all-reduce"]
+    assert {c.dtype for c in small} == {"f32"} and {c.executions for c in small} == {1}
+    assert WHOLE <= sum(c.operand_bytes for c in small) // 4 <= WHOLE + 10
 
 
 @needs_plugin
 def test_data_parallelism_all_reduces_float32_gradients_once():
-    layers, collectives = 8, found(*DATA)
+    layers, collectives = 8, found(*ZERO_0)
     assert {c.kind for c in collectives} == {"all-reduce"} and {c.axes for c in collectives} == {("data",)}
     assert {c.dtype for c in collectives} == {"f32"}
     elements = layers * (sum(map(math.prod, BLOCK)) + 2 * D) + 2 * V * D + D
@@ -177,11 +223,99 @@ def test_data_parallelism_all_reduces_float32_gradients_once():
 
 
 @needs_plugin
+def test_hsdp_sums_shards_across_data_once():
+    collectives = found(*HSDP)
+    shards = (PARAMETERS - WHOLE) // 4
+    across = [c for c in collectives if c.kind == "all-reduce" and c.axes == ("data",)]
+    assert sum(c.operand_bytes * c.executions for c in across) == 4 * shards
+    assert runs(collectives, "reduce-scatter", "fsdp", "f32") == scaled(weights(1), L) | {(D, V): 1}
+    assert {c.axes for c in collectives if c.kind in ("all-gather", "reduce-scatter")} == {("fsdp",)}
+
+
+# What hides it.
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        (ZERO_3, L),
+        ((*ZERO_3, *EIGHT, *BFLOAT16), L),
+        (HSDP, L),
+        ((*ZERO_1, *EIGHT), L),
+        ((*ZERO_1, *BFLOAT16), L),
+        (ZERO_2, L),
+        (ZERO_0, 8),
+    ],
+    ids=str,
+)
+def test_all_that_the_layers_send_is_hidden(changes, layers):
+    """Each in its own stream, with matrix products between start and done, and large."""
+    inside = in_layers(found(*changes), layers)
+    assert [c.name for c in inside if not c.asynchronous] == []
+    assert [c.name for c in inside if not c.hidden_by] == []
+    assert min(c.operand_bytes for c in inside) >= MIB
+    share = 0.5 if changes == ZERO_0 else 0.75  # the rest is of the last block, head and embedding
+    assert hlo.wire_bytes(inside) > share * hlo.wire_bytes(found(*changes))
+
+
+@needs_plugin
+def test_with_tensor_parallelism_all_but_one_gather_is_hidden():
+    """XLA ends the gather of a block's weights before the products in one of the loops (1.6 GiB a step)."""
+    inside = in_layers(found(*TENSOR))
+    assert [c.name for c in inside if not c.asynchronous] == []
+    exposed = [c for c in inside if not c.hidden_by]
+    assert {(c.kind, c.axes) for c in exposed} <= {("all-gather", ("fsdp",))} and len(exposed) <= 1
+    assert min(c.operand_bytes for c in inside) >= MIB
+
+
+# Tensor parallelism.
+
+PART, ROWS = tuple(sorted((8 // 2, T // 4, D))), tuple(sorted((8 // 2, T, D)))
+
+
+@needs_plugin
+def test_ring_of_tensor_parallelism():
+    """Permutes alone move activations; per ring of 4 devices 3 of them.
+
+    Forward: around 4 products. Backward: 3 to recompute the first three of them; gradients: of the two row products one ring
+    each, of the two column products two (the gradient, and the input gathered beside it), whose first permute is that of
+    the recomputed product.
+    """
+    collectives, inside = found(*TENSOR), in_layers(found(*TENSOR))
+    per_layer = 3 * (4 + 3 + 2 * 1 + 2 * 2) - 2
+    assert runs(inside, "collective-permute", "tensor", "bf16") == {PART: per_layer * (L - 1)}
+    # The last block's backward follows its forward: XLA may see that nothing need be recomputed.
+    of_last = runs([c for c in collectives if not c.loops], "collective-permute", "tensor", "bf16")
+    assert per_layer - 3 * 3 <= of_last[PART] <= per_layer and len(of_last) == 1
+    assert {(c.kind, c.axes) for c in inside} == {
+        ("collective-permute", ("tensor",)),
+        ("all-gather", ("fsdp",)),
+        ("reduce-scatter", ("fsdp",)),
+    }
+    assert max(c.operand_bytes for c in collectives if c.kind == "all-reduce") <= 4 * (WHOLE + 10), "norm scales"
+
+
+@needs_plugin
+def test_tensor_parallelism_without_a_ring_moves_activations_by_gather_and_scatter():
+    collectives, inside = found(*NO_RING), in_layers(found(*NO_RING))
+    # Forward: a gather before and a scatter after attention and MLP. Backward: the same for the gradients, a second gather of
+    # the inputs for the weights' gradients, and all but the last scatter again to recompute.
+    assert runs(inside, "all-gather", "tensor", "bf16") == {PART: (2 + 4) * (L - 1)}
+    assert runs(inside, "reduce-scatter", "tensor", "bf16") == {ROWS: (2 + 3) * (L - 1)}
+    assert {c.kind for c in inside} == {"all-gather", "reduce-scatter"}, "no all-reduce"
+    assert max(c.operand_bytes for c in collectives if c.kind == "all-reduce") <= 4 * (WHOLE + 10), "norm scales"
+
+
+@needs_plugin
 def test_collectives_are_those_of_the_text():
     """Counted another way: opcodes in the text, where each computation with collectives is run from one place."""
     kinds = "|".join(hlo.KINDS)
     text = re.findall(rf" ({kinds})(?:-start)?\(", step(*TENSOR).text)
     assert collections.Counter(text) == collections.Counter(c.kind for c in found(*TENSOR))
+
+
+# The compiler.
 
 
 @needs_plugin
@@ -198,7 +332,6 @@ def test_every_gpu_of_the_table_can_be_compiled_for(gpu):
 @needs_plugin
 def test_options_hold_for_one_compilation():
     config = tiny.config(mesh__fsdp=8, precision__compute_dtype="bfloat16", model__head_dim=64, memory__remat="full")
-    config.overlap.schedule = "xla"
     with pytest.raises(ConfigError, match=r"no option xla_gpu_enable_triton\b"):
         plan.compile_step(config, "b200:1x8", {"xla_gpu_enable_triton": True})
     with pytest.raises(ConfigError, match="xla_gpu_autotune_level"):

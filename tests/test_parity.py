@@ -185,6 +185,24 @@ def test_a_dropped_reduction(monkeypatch, path, capsys):
     assert set(verdict(capsys)) == set(reference(path).gradients)  # every gradient, but not the loss
 
 
+def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
+    """Those of norm scales, and of no matrix."""
+    monkeypatch.setattr(Place, "finish", lambda self, gradient: gradient)
+    assert run(monkeypatch, path, False) == 1
+    assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.endswith("scale")}
+
+
+def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, capsys):
+    """The first block's, which no next block follows: attention's alone."""
+    from jaxtrain.model.stack import Stack
+
+    give = Stack.give
+    after_the_loop = lambda number: isinstance(number, int) and number == 0  # noqa: E731
+    monkeypatch.setattr(Stack, "give", lambda self, sums, g, s, n: sums if after_the_loop(n) else give(self, sums, g, s, n))
+    assert run(monkeypatch, path, False) == 1
+    assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.startswith("blocks.attention.")}
+
+
 def test_a_doubled_gradient(monkeypatch, path, capsys):
     give = Place.give
     twice = ("embed", "vocab")

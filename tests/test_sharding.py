@@ -9,7 +9,7 @@ from tiny import config, program
 
 from jaxtrain import mesh as meshes
 from jaxtrain.model.layers import _read
-from jaxtrain.model.weights import Place, Weight
+from jaxtrain.model.weights import Place, Stored, fetch
 from jaxtrain.sharding import ACTIVATION_RULES, WEIGHT_RULES, ZERO_STAGES, make_layout, per_device, psum
 from jaxtrain.validate import AXES
 
@@ -52,18 +52,26 @@ def test_what_the_rules_refuse(dims, placement, shape, message):
 
 
 @pytest.mark.parametrize("mesh", [dict(mesh__data=4), dict(mesh__fsdp=4), dict(mesh__data=2, mesh__fsdp=2)], ids=str)
-def test_gradient_taken_per_device(mesh):
-    """C02: loss = sum((w x)^2), w = 3, x = 0..7 in 4 parts: 840; taken naively inside shard_map it is 24."""
-    layout = layout_of(**mesh)
-    place = Place(layout, ("vector",))
+@pytest.mark.parametrize("dim, matrix", [("vector", False), ("vector", True), ("embed", True)])
+@pytest.mark.parametrize("stage", ZERO_STAGES)
+def test_gradient_taken_per_device(mesh, dim, matrix, stage):
+    """C02: loss = sum((w x)^2), w = 3, x = 0..7 in 4 parts: 840; taken naively inside shard_map it is 24.
+
+    w is a mean of four weights here, so that it can be stored in parts; each has a fourth of the gradient.
+    """
+    layout = layout_of(**mesh, sharding__zero_stage=stage)
+    place = Place(layout, (dim,), jnp.dtype("float32"), matrix)
 
     def device(w, x):
-        value, grad = jax.value_and_grad(lambda slot: jnp.sum((_read(Weight(w, slot), place) * x) ** 2))(jnp.zeros(1))
-        return psum(layout, value, "data", "fsdp"), grad
+        def loss(slot):
+            return jnp.sum((_read(fetch(Stored(w, slot), place)).mean() * x) ** 2)
 
-    run = per_device(layout, device, [("storage", ("vector",)), ("activation", ("batch",))], [None, ("gradient", ("vector",))])
-    value, grad = jax.jit(run)(jnp.full(1, 3.0), jnp.arange(8.0))
-    assert value == 9 * 140 and grad == 840
+        value, grad = jax.value_and_grad(loss)(jnp.zeros(layout.local_shape((dim,), "optimizer", (4,))))
+        return psum(layout, value, "data", "fsdp"), place.finish(grad)
+
+    run = per_device(layout, device, [("storage", (dim,)), ("activation", ("batch",))], [None, ("optimizer", (dim,))])
+    value, grad = jax.jit(run)(jnp.full(4, 3.0), jnp.arange(8.0))
+    assert value == 9 * 140 and grad.tolist() == [840 / 4] * 4
 
 
 def test_the_compiler_has_nothing_to_complain_about(capfd):

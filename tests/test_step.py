@@ -16,28 +16,48 @@ def sums(objective, targets):
     return LossSums(objective, objective, jnp.asarray(targets, jnp.float32))
 
 
-def test_losses_are_divided_once():
+LOOPS = pytest.mark.parametrize("defers, keeps", [(False, False), (True, False), (False, True), (True, True)])
+
+
+def gradients_of(objective, defers, keeps):
+    """Of `objective(w, batch) -> (value, targets)`, summed over microbatches; the loss checks what it is given."""
+    lasts = []
+
+    def loss(w, slot, earlier, last, ready, batch, step, microbatch):
+        lasts.append(last)
+        assert ready is None or (keeps and ready == {"w": True})
+        value, targets = objective(w["w"] + slot["w"], batch["tokens"])
+        if earlier is not None:
+            value = value + earlier["w"] * slot["w"]  # 0, but its gradient by the slot is what came before
+        return sums(value.astype(jnp.float32), targets), w if keeps else None
+
+    run = make_gradients(loss, lambda last: {"w": jnp.float32(0.0)}, defers, keeps)
+
+    def traced(tokens):
+        lasts.clear()
+        total, grad = jax.jit(run)({"w": jnp.float32(1.0)}, {"tokens": tokens}, jnp.int32(0))
+        # What waits for the last microbatch is sent in that one alone.
+        assert (False in lasts) == (defers and len(tokens) > 1) and lasts[-1]
+        return total, grad["w"]
+
+    return traced
+
+
+@LOOPS
+def test_losses_are_divided_once(defers, keeps):
     """C23: microbatch 1 has one target of loss 4, microbatch 2 three of loss 2 each: 2.5, where a mean of means gives 3."""
-
-    def loss(w, slot, earlier, last, batch, step, microbatch):
-        return sums(jnp.sum((w + slot) * batch["tokens"]), jnp.sum(batch["tokens"] > 0))
-
+    run = gradients_of(lambda w, losses: (jnp.sum(w * losses), jnp.sum(losses > 0)), defers, keeps)
     losses = jnp.asarray([[[4.0, 0, 0]], [[2.0, 2, 2]]])
     for shaped in (losses, losses.reshape(1, 2, 3)):
-        total, grad = make_gradients(loss, lambda last: jnp.float32(0.0), False)(
-            jnp.float32(1.0), {"tokens": shaped}, jnp.int32(0)
-        )
+        total, grad = run(shaped)
         assert float(total.objective / total.targets) == 2.5 and float(mean(total, grad)) == 2.5
 
 
-def test_gradients_of_512_microbatches_add_up_in_float32():
+@LOOPS
+def test_gradients_of_512_microbatches_add_up_in_float32(defers, keeps):
     """C27: 512 gradients of 1 from bfloat16 compute are 512; in bfloat16 the sum would stop at 256."""
-
-    def loss(w, slot, earlier, last, batch, step, microbatch):
-        return sums((w + slot).astype(jnp.bfloat16) * batch["tokens"].sum().astype(jnp.bfloat16), 1 / 512)
-
-    run = jax.jit(make_gradients(loss, lambda last: jnp.float32(0.0), False))
-    _, grad = run(jnp.float32(1.0), {"tokens": jnp.ones((512, 1, 1), jnp.float32)}, jnp.int32(0))
+    run = gradients_of(lambda w, x: (w.astype(jnp.bfloat16) * x.sum().astype(jnp.bfloat16), 1 / 512), defers, keeps)
+    _, grad = run(jnp.ones((512, 1, 1), jnp.float32))
     assert grad == 512.0 and grad.dtype == jnp.float32
 
 
@@ -94,6 +114,24 @@ def test_a_batch_without_targets():
     assert_close(state.params, before, 1e-12)
 
 
+def test_microbatches_and_devices_without_targets():
+    """C23: one target, three, or none, in a microbatch and on a device of data: loss and gradients are those of one device."""
+    tokens = batch(config())
+    flat = tokens["targets"].reshape(8, -1)
+    flat[0, 1:], flat[1:4] = -1, -1  # the first microbatch: a target at most, on one device
+    flat[0, 0], flat[5:] = 7, -1
+    results = []
+    for changes in ({}, dict(train__accumulation_steps=2, mesh__data=2), dict(train__accumulation_steps=2, mesh__fsdp=4)):
+        p = program(config(**changes))
+        shaped = {key: value.reshape(p.batch_shape) for key, value in tokens.items()}
+        results.append(p.loss_and_grads(p.init(0).params, p.put_batch(shaped), np.int32(0)))
+    (one, grads), others = results[0], results[1:]
+    assert one["targets"] == (flat >= 0).sum() > 1
+    for metrics, other in others:
+        np.testing.assert_allclose(metrics["loss"], one["loss"], rtol=1e-6)
+        assert_close(other, grads)
+
+
 def test_tied_table_gets_both_gradients_and_counts_once():
     """C19: input part + output part of an untied model whose two tables are equal; one entry in norm and count."""
     tied, untied = program(config(model__tie_embeddings=True, mesh__fsdp=2)), program(config(mesh__fsdp=2))
@@ -137,9 +175,11 @@ def test_program_size_is_flat_in_depth():
     assert sizes[1] < 1.05 * sizes[0]
 
 
-def test_microbatches_are_cut_without_moving_the_batch():
-    """C40: no all-gather or all-to-all of the integer batch (ZeRO-3's embedding sends ids on purpose: stage 2 here)."""
-    settings = dict(sharding__zero_stage=2, train__accumulation_steps=2, data__global_batch_rows=16)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_microbatches_are_cut_without_moving_the_batch(stage):
+    """C40: no all-gather or all-to-all of the integer batch (a table that is sharded is sent ids on purpose: not so here)."""
+    settings = dict(train__accumulation_steps=4, data__global_batch_rows=16, model__tie_embeddings=True)
+    settings["sharding__zero_stage"] = stage
     hlo = compiled(mesh__fsdp=4, mesh__tensor=2, **settings).as_text()
     moved = [line for line in hlo.split("\n") if re.search(r"= s32\[[^=]*(all-gather|all-to-all|collective-permute)\(", line)]
     assert not moved, moved

@@ -25,7 +25,7 @@ GLOBAL_BATCH = (
     "mesh.data x fsdp x expert = {}"
 )
 
-# What to change, devices, the whole message, and the change that makes it right.
+# What to change, devices, the whole message, and the change that makes it right. C21's are among them.
 RULES = {
     "product too small": (
         {"mesh__data": 2, "mesh__fsdp": 2},

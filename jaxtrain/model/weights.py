@@ -115,15 +115,17 @@ class Place:
             gradient = self._return_heads(gradient, dim, name)
         early = scattered or self.sharded("gradient")
         gradient = gradient if scattered else self._scatter(gradient, "gradient")
-        if earlier is not None:
+        # Where no sum waits for the last microbatch, earlier ones have been through the sums below already.
+        summed = self.matrix and not self.layout.defers
+        if earlier is not None and not summed:
             gradient = gradient + earlier
         if not last or not self.matrix:
             return gradient
         gradient = gradient if early else self._scatter(gradient, "optimizer")
         axes = self._sum_axes(early or self.sharded("optimizer"))
-        if self.layout.size(*axes) == 1:
-            return gradient
-        return psum(self.layout, gradient.astype(self.layout.reduce_dtype), *axes).astype(jnp.float32)
+        if self.layout.size(*axes) > 1:
+            gradient = psum(self.layout, gradient.astype(self.layout.reduce_dtype), *axes).astype(jnp.float32)
+        return gradient if earlier is None or not summed else gradient + earlier
 
     def finish(self, gradient: jax.Array) -> jax.Array:
         """A gradient at the end of the step, perhaps of all layers: those of vectors summed over devices."""

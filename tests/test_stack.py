@@ -1,0 +1,197 @@
+"""The loop over blocks with its written backward against plain differentiation: prefetching, remat, sums, what is kept."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import assert_close, config, devices, program
+
+from jaxtrain import mesh as meshes
+from jaxtrain.activations import KEPT
+from jaxtrain.memory import Remat, name
+from jaxtrain.model import stack
+from jaxtrain.model.layers import _columns, _read, _row
+from jaxtrain.model.weights import Place, Stored
+from jaxtrain.sharding import ZERO_STAGES, make_layout, per_device
+
+B, D, F, L = 4, 8, 12, 4
+DIMS = {
+    "attention": {"kernel": ("embed", "mlp")},
+    "mlp": {"kernel": ("embed", "mlp")},
+    "norm": {"scale": ("vector",)},
+}
+AFTER = {"head": ("embed", "vocab")}
+SHAPES = {"attention": {"kernel": (D, F)}, "mlp": {"kernel": (D, F)}, "norm": {"scale": (D,)}}
+MESHES = {"one": {}, "zero 1": dict(mesh__fsdp=2, sharding__zero_stage=1), "zero 3": dict(mesh__fsdp=2)}
+MESHES |= {"zero 0": dict(mesh__data=2, sharding__zero_stage=0), "hsdp": dict(mesh__data=2, mesh__fsdp=2)}
+
+
+def is_dims(x):
+    return isinstance(x, tuple)
+
+
+def block(layout, x, weights, number, shared):
+    """A new x and what it gives out, with products as the model makes them."""
+    normal = name(x * _read(weights["norm"]["scale"]), "attention_in")
+    inner = name(_columns(normal, [weights["attention"]["kernel"]], "BD,DF->BF", layout)[0], "mlp_hidden")
+    down = _row(jnp.tanh(inner + shared), weights["mlp"]["kernel"], "BF,DF->BD", layout)
+    x = x + name(down, "mlp_out") / (1.0 + number)
+    return x, x.mean()
+
+
+def plain(x, weights, head, shared):
+    for number in range(L):
+        inner = (x * weights["norm"]["scale"][number]) @ weights["attention"]["kernel"][number]
+        x = x + jnp.tanh(inner + shared) @ weights["mlp"]["kernel"][number].T / (1.0 + number)
+    return jnp.sum(jnp.sin(x @ head))
+
+
+def layout_of(changes):
+    c = config(**changes)
+    return make_layout(c, meshes.build(c, jax.devices()[: devices(c)]))
+
+
+def make(layout, **settings):
+    def place(dims):
+        return Place(layout, dims, jnp.dtype("float32"), dims != ("vector",))
+
+    places, after = (jax.tree.map(place, dims, is_leaf=is_dims) for dims in (DIMS, AFTER))
+    return stack.Stack(
+        functools.partial(block, layout), places, after, L, settings.get("remat", Remat()), settings.get("prefetch", "both")
+    )
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda shape: rng.normal(size=(L, *shape)).astype(np.float32), SHAPES, is_leaf=is_dims)
+    x, head = rng.normal(size=(B, D)).astype(np.float32), rng.normal(size=(D, 6)).astype(np.float32)
+    earlier = jax.tree.map(lambda w: rng.normal(size=w.shape).astype(np.float32), weights)
+    return x, weights, head, np.float32(0.3), earlier
+
+
+def slots(layout, placement):
+    def one(dims, shape):
+        return jnp.zeros(layout.local_shape(("layers", *dims), placement, (L, *shape)), jnp.float32)
+
+    return jax.tree.map(one, DIMS, SHAPES, is_leaf=is_dims)
+
+
+def gradients(mesh, with_earlier=False, record=None, **settings):
+    """(value, gradients by x, weights, head) through the stack, on a mesh."""
+    layout = layout_of(MESHES[mesh])
+    blocks = make(layout, **settings)
+    x, weights, head, shared, earlier = inputs()
+    stacked = jax.tree.map(lambda dims: ("layers", *dims), DIMS, is_leaf=is_dims)
+
+    def device(x, weights, head, earlier):
+        def objective(x, slots, head_slot):
+            stored = jax.tree.map(lambda w, s, e: Stored(w, s, e if with_earlier else None), weights, slots, earlier)
+            after = {"head": Stored(head, head_slot)}
+            if record is not None:
+                record.append(stack._forward_and_keep(blocks, x, stored, after, jnp.arange(L), shared)[1])
+            x, after, _, _ = stack.run(blocks, x, stored, after, jnp.arange(L), shared)
+            return jnp.sum(jnp.sin(x @ _read(after["head"])))
+
+        head_slot = jnp.zeros(layout.local_shape(AFTER["head"], "optimizer", (D, 6)), jnp.float32)
+        value, grads = jax.value_and_grad(objective, (0, 1, 2))(x, slots(layout, "optimizer"), head_slot)
+        finished = jax.tree.map(lambda g, place: place.finish(g), grads[1], blocks.places)
+        return jax.lax.psum(value, ("data", "fsdp")), grads[0], finished, grads[2]
+
+    rows, head_dims = ("activation", ("batch",)), AFTER["head"]
+    run = per_device(
+        layout,
+        device,
+        [rows, ("storage", stacked), ("storage", head_dims), ("gradient", stacked)],
+        [None, rows, ("optimizer", stacked), ("optimizer", head_dims)],
+    )
+    return jax.tree.map(np.asarray, jax.jit(run)(x, weights, head, earlier))
+
+
+@functools.cache
+def wanted():
+    x, weights, head, shared, _ = inputs()
+    value, grads = jax.value_and_grad(plain, (0, 1, 2))(x, weights, head, shared)
+    return (value, *grads)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("prefetch", ["off", "forward", "backward", "both"])
+def test_gradients_are_those_of_plain_differentiation(mesh, prefetch):
+    assert_close(gradients(mesh, prefetch=prefetch), wanted(), 1e-5)
+
+
+@pytest.mark.parametrize("policy", KEPT)
+@pytest.mark.parametrize("mesh", ["one", "zero 3"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_remat_changes_no_number(policy, mesh, every):
+    assert_close(gradients(mesh, remat=Remat(KEPT[policy], every=every)), wanted(), 1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_sums_of_earlier_microbatches_are_added_to(mesh):
+    """What a device brings is its own part of a sum, to be summed over the devices whose sums wait for the last microbatch."""
+    got, (value, x, weights, head) = gradients(mesh, with_earlier=True), wanted()
+    layout, earlier = layout_of(MESHES[mesh]), inputs()[4]
+    all_devices = layout.size("data", "fsdp")  # those of vectors wait for the end of the step
+    waiting = layout.size("data") if "gradient" in ZERO_STAGES[layout.zero_stage] else all_devices
+    parts = {"attention": waiting, "mlp": waiting, "norm": all_devices}
+    summed = jax.tree_util.tree_map_with_path(lambda path, e: parts[path[0].key] * e, earlier)
+    weights = jax.tree.map(jnp.add, weights, summed)
+    assert_close(got, (value, x, weights, head), 1e-5)
+
+
+@pytest.mark.parametrize("policy", KEPT)
+@pytest.mark.parametrize("mesh", ["one", "zero 3"])
+def test_weights_are_not_kept_with_the_activations(policy, mesh):
+    """Of fetched weights those of the last block alone stay for its backward, where they are gathered."""
+    record = []
+    gradients(mesh, record=record, remat=Remat(KEPT[policy]))
+    _, _, _, _, kept, last, copy, fetched = record[0]
+    rows = B // layout_of(MESHES[mesh]).size("data", "fsdp")
+    shapes = [leaf.shape for leaf in jax.tree.leaves(kept)]
+    assert (L - (mesh != "one"), rows, D) in shapes and (D, F) not in {shape[1:] for shape in shapes}
+    assert (D, F) not in {leaf.shape for leaf in jax.tree.leaves(last)}
+    assert len(shapes) == 1 or policy != "full"
+    assert copy is None and (fetched is None) == (mesh == "one")
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_the_models_own_blocks_keep_no_weights(policy):
+    record, original = [], stack._forward_and_keep
+
+    def recorded(*args):
+        record.append((args[0], original(*args)[1]))
+        return original(*args)
+
+    stack.run.defvjp(recorded, stack._backward)
+    try:
+        c = config(mesh__fsdp=2, mesh__tensor=2, memory__remat=policy, model__num_layers=3, model__mlp_dim=56)
+        p = program(c)
+        jax.eval_shape(p.loss_and_grads, p.abstract_state.params, p.abstract_step_arguments()[1], np.int32(0))
+    finally:
+        stack.run.defvjp(original, stack._backward)
+    [(_, (_, _, _, _, kept, last, _, fetched)), *_] = record
+    matrices = {leaf.shape for leaf in jax.tree.leaves(fetched) if leaf.ndim > 1}
+    assert len(matrices) == 3
+    assert not matrices & {leaf.shape[1:] for leaf in jax.tree.leaves(kept)}
+    assert not matrices & {leaf.shape for leaf in jax.tree.leaves(last)}
+
+
+def test_weights_that_are_kept_for_the_step_are_those_fetched():
+    """Stage 1: whole, of all layers, in the dtype of products."""
+    record = []
+    gradients("zero 1", record=record)
+    copy = record[0][6]
+    assert jax.tree.map(lambda w: w.shape, copy) == jax.tree.map(lambda shape: (L, *shape), SHAPES, is_leaf=is_dims)
+
+
+def test_what_blocks_give_out():
+    layout = layout_of({})
+    x, weights, head, shared, _ = inputs()
+    stored = jax.tree.map(Stored, weights)
+    y, after, out, kept = stack.run(make(layout), x, stored, {"head": Stored(head)}, jnp.arange(L), shared)
+    assert out.shape == (L,) and kept is None and np.isclose(out[-1], y.mean())
+    np.testing.assert_allclose(jnp.sum(jnp.sin(y @ after["head"].value)), wanted()[0], rtol=1e-5)
