@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Collection, Iterator
 
 from jaxtrain.plan import protobuf
 
@@ -23,19 +24,32 @@ _DTYPES = dict(enumerate("pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64".split(
 
 
 @dataclasses.dataclass(frozen=True)
+class Node:
+    """An instruction, also inside the asynchronous wrappers that HLO text leaves out. Ids are those of the module."""
+
+    id: int
+    name: str
+    computation: int
+    opcode: str
+    operands: tuple[int, ...]
+    called: tuple[int, ...]  # computations
+    parameter: int  # which of its computation's parameters it is
+    channel: int  # of a collective, by which it is found in the text; else 0
+    op_name: str  # where in the traced program it comes from
+    frame: int  # its place in the source, of `Assignment.frames`; 0: unknown
+    shape: bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Value:
     """An array that an instruction defines: its output, or the part of it at `index`."""
 
     id: int
     size: int  # bytes
     color: int
-    computation: str
-    instruction: str
-    opcode: str
+    node: Node
     dtype: str  # of the array, as in HLO text; "" for tuples and what has no shape
     dims: tuple[int, ...]
-    op_name: str  # where in the traced program the instruction comes from
-    frame: int  # its place in the source, of `Assignment.frames`; 0: unknown
     index: tuple[int, ...]
 
 
@@ -75,8 +89,6 @@ class Event:
     begins: bool
     buffer: int
     value: int
-    computation: str
-    instruction: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +107,13 @@ class Assignment:
     allocations: tuple[Allocation, ...]
     events: tuple[Event, ...]
     frames: tuple[Frame, ...]
+    nodes: dict[int, Node]
+    roots: dict[int, int]  # computation -> the node that it returns
+
+    @functools.cached_property
+    def callers(self) -> dict[int, Node]:
+        """Computation -> a node that calls it."""
+        return {called: node for node in self.nodes.values() for called in node.called}
 
     def stack(self, frame: int) -> list[Frame]:
         """Where in the source a value comes from, innermost first; [] when XLA does not know."""
@@ -116,12 +135,13 @@ class Assignment:
 
     def alive(self, event: int, color: int = DEVICE) -> list[Buffer]:
         """Buffers of a heap that are alive after an event, largest first."""
-        state: dict[int, collections.Counter] = {}
-        for number, (_, state) in enumerate(self._simulate(color)):  # noqa: B007
-            if number == event:
-                break
-        found = [Buffer(self.values[key].size, tuple(self.values[v] for v in members)) for key, members in state.items()]
-        return sorted(found, key=lambda buffer: -buffer.size)
+        return sorted(next(iter(self.moments([event], color)), (0, []))[1], key=lambda buffer: -buffer.size)
+
+    def moments(self, wanted: Collection[int], color: int = DEVICE) -> Iterator[tuple[int, list[Buffer]]]:
+        """The buffers that are alive after each of some events, in order."""
+        for number, (_, state) in enumerate(self._simulate(color)):
+            if number in wanted:
+                yield number, [Buffer(self.values[k].size, tuple(map(self.values.get, state[k]))) for k in state]
 
     @property
     def heap_peak_bytes(self) -> int:
@@ -170,41 +190,60 @@ def read(data: bytes) -> Assignment:
     if 1 not in proto or 3 not in proto:
         raise ValueError("not an HloProto with a buffer assignment")
     module = protobuf.fields(proto[1][-1])
-    instructions = {
-        protobuf.number(instruction, 35): (protobuf.text(computation, 1), instruction)
-        for computation in map(protobuf.fields, module.get(3, []))
-        for instruction in map(protobuf.fields, computation.get(2, []))
+    computations = [protobuf.fields(part) for part in module.get(3, [])]
+    nodes = {
+        node.id: node
+        for computation in computations
+        for part in computation.get(2, [])
+        for node in [_node(protobuf.fields(part), protobuf.number(computation, 5))]
     }
     message = protobuf.fields(proto[3][-1])
-    values = (_value(protobuf.fields(part), instructions) for part in message.get(1, []))
+    values = (_value(protobuf.fields(part), nodes) for part in message.get(1, []))
     return Assignment(
         values={value.id: value for value in values},
         allocations=tuple(map(_allocation, message.get(3, []))),
         events=tuple(event for trace in message.get(4, []) for event in _events(protobuf.fields(trace))),
         frames=_frames(protobuf.fields(module.get(17, [b""])[-1])),
+        nodes=nodes,
+        roots={protobuf.number(computation, 5): protobuf.number(computation, 6) for computation in computations},
     )
 
 
-def _value(part: protobuf.Fields, instructions: dict) -> Value:
+def _node(part: protobuf.Fields, computation: int) -> Node:
+    metadata = protobuf.fields(part.get(7, [b""])[-1])
+    return Node(
+        id=protobuf.number(part, 35),
+        name=protobuf.text(part, 1),
+        computation=computation,
+        opcode=protobuf.text(part, 2),
+        operands=protobuf.numbers(part, 36),
+        called=protobuf.numbers(part, 38),
+        parameter=protobuf.number(part, 9),
+        channel=protobuf.number(part, 26),
+        op_name=protobuf.text(metadata, 2),
+        frame=protobuf.number(metadata, 15),
+        shape=part.get(3, [b""])[-1],
+    )
+
+
+_UNKNOWN = Node(0, "", 0, "", (), (), 0, 0, "", 0, b"")
+
+
+def _value(part: protobuf.Fields, nodes: dict[int, Node]) -> Value:
     place = protobuf.fields(part.get(3, [b""])[-1])
     index = protobuf.numbers(place, 3)
-    computation, instruction = instructions.get(protobuf.number(place, 4), ("", {}))
-    shape = protobuf.fields(instruction.get(3, [b""])[-1])
+    node = nodes.get(protobuf.number(place, 4), _UNKNOWN)
+    shape = protobuf.fields(node.shape)
     for entry in index:
         shape = protobuf.fields(shape.get(4, [])[entry]) if entry < len(shape.get(4, [])) else {}
     dtype = _DTYPES.get(protobuf.number(shape, 2), "")
-    metadata = protobuf.fields(instruction.get(7, [b""])[-1])
     return Value(
         id=protobuf.number(part, 1),
         size=protobuf.number(part, 2),
         color=protobuf.number(part, 4),
-        computation=computation,
-        instruction=protobuf.text(instruction, 1),
-        opcode=protobuf.text(instruction, 2),
+        node=node,
         dtype=dtype,
         dims=protobuf.numbers(shape, 3) if dtype else (),
-        op_name=protobuf.text(metadata, 2),
-        frame=protobuf.number(metadata, 15),
         index=index,
     )
 
@@ -240,6 +279,5 @@ def _events(trace: protobuf.Fields) -> list[Event]:
         kind, value = protobuf.number(part, 1), protobuf.number(part, 2)
         if kind != _FREE:
             buffer_of[value] = protobuf.number(part, 5) if kind == _SHARE else value
-        where = protobuf.text(part, 3), protobuf.text(part, 4)
-        found.append(Event(kind != _FREE, buffer_of[value], value, *where))
+        found.append(Event(kind != _FREE, buffer_of[value], value))
     return found

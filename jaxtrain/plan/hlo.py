@@ -43,6 +43,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str  # everything after the operands
     is_root: bool
+    parameter: int | None = None  # which of its computation's parameters it is
 
     @property
     def op_name(self) -> str:
@@ -244,6 +245,15 @@ def group_axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -
     return tuple(axis for axis in mesh_shape if axis in differ)
 
 
+def channel_axes(module: Module, mesh_shape: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    """Channel of a collective -> the mesh axes it joins: also of those that the text hides in asynchronous wrappers."""
+    devices, found = math.prod(mesh_shape.values()), {}
+    for _, instruction in module.instructions():
+        if channel := _first(r"\bchannel_id=(\d+)", instruction.attributes):
+            found[int(channel)] = group_axes(replica_groups(instruction.attributes, devices), mesh_shape)
+    return found
+
+
 def _record(computation, position, inner, loops, mesh_shape, products) -> Collective:
     instruction = computation.instructions[position]
     kind = _kind(inner)
@@ -351,7 +361,8 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(rest, opcode.end())
     operands = () if opcode[0] in ("constant", "parameter") else _operands(rest[opcode.end() + 1 : close])
-    return Instruction(head[2], opcode[0], shape, operands, rest[close + 1 :], bool(head[1]))
+    number = int(rest[opcode.end() + 1 : close]) if opcode[0] == "parameter" else None
+    return Instruction(head[2], opcode[0], shape, operands, rest[close + 1 :], bool(head[1]), number)
 
 
 def _operands(text: str) -> tuple[str, ...]:
