@@ -25,6 +25,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+MAX_TRIPS = 100_000  # of loops that have to be counted
 # Bits of an element; what is not here has its size in its name (s32, f8e4m3fn, bf16, c64). Tokens and opaque values have none.
 _ODD_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
@@ -44,6 +45,7 @@ class Instruction:
     attributes: str  # everything after the operands
     is_root: bool
     parameter: int | None = None  # which of its computation's parameters it is
+    literal: str = ""  # value of a constant, as printed
 
     @property
     def op_name(self) -> str:
@@ -193,12 +195,33 @@ def paths(module: Module) -> dict[str, list[tuple[Loop, ...]]]:
         for instruction in module.computations[name].instructions:
             if instruction.opcode == "while":
                 body = _first(r"\bbody=%?([\w.\-]+)", instruction.attributes)
-                count = instruction.backend_config.get("known_trip_count", {}).get("n")
-                loop = Loop(body, None if count is None else int(count))
+                loop = Loop(body, trip_count(module, module.computations[name], instruction))
                 waiting += [(called, (*loops, loop)) for called in instruction.called]
             elif not _collective(module, instruction):  # what an async wrapper runs is that collective
                 waiting += [(called, loops) for called in instruction.called]
     return dict(found)
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a while loop runs: as XLA notes it, else by counting with its counter. None if that cannot be told."""
+    if count := loop.backend_config.get("known_trip_count", {}).get("n"):
+        return int(count)
+    index = loop.backend_config.get("known_induction_variable", {}).get("tuple_index")
+    names = dict(re.findall(r"\b(body|condition)=%?([\w.\-]+)", loop.attributes))
+    if index is None or len(names) < 2:
+        return None
+    condition, body = (module.computations[names[part]] for part in ("condition", "body"))
+    try:
+        counter = _scalar(module, computation, _element(computation, loop.operands[0], int(index)), ())
+        last = _element(body, next(i.name for i in body.instructions if i.is_root), int(index))
+        root = next(i.name for i in condition.instructions if i.is_root)
+        for count in range(MAX_TRIPS):
+            if not _scalar(module, condition, root, {int(index): counter}):
+                return count
+            counter = _scalar(module, body, last, {int(index): counter})
+    except (KeyError, IndexError, ValueError, StopIteration, RecursionError):
+        return None
+    return None
 
 
 def shape_bytes(shape: str) -> int:
@@ -252,6 +275,48 @@ def channel_axes(module: Module, mesh_shape: Mapping[str, int]) -> dict[int, tup
         if channel := _first(r"\bchannel_id=(\d+)", instruction.attributes):
             found[int(channel)] = group_axes(replica_groups(instruction.attributes, devices), mesh_shape)
     return found
+
+
+_ARITHMETIC = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "NE": lambda a, b: a != b,
+    "EQ": lambda a, b: a == b,
+}
+
+
+def _element(computation: Computation, name: str, index: int) -> str:
+    """The operand of a tuple, looked for behind copies."""
+    instruction = computation.by_name[name]
+    return (
+        instruction.operands[index] if instruction.opcode == "tuple" else _element(computation, instruction.operands[0], index)
+    )
+
+
+def _scalar(module: Module, computation: Computation, name: str, arguments) -> int:
+    """The value of a whole number that depends on constants and arguments alone (of a tuple argument, its elements).
+
+    Raises KeyError, ValueError or IndexError for any other.
+    """
+    i = computation.by_name[name]
+    if i.opcode == "constant":
+        return {"true": 1, "false": 0}.get(i.literal) if i.literal in ("true", "false") else int(i.literal)
+    if i.opcode == "parameter":
+        return arguments[i.parameter]
+    if i.opcode == "get-tuple-element" and computation.by_name[i.operands[0]].opcode == "parameter":
+        return arguments[int(_first(r"\bindex=(\d+)", i.attributes))]
+    values = [_scalar(module, computation, operand, arguments) for operand in i.operands]
+    if i.opcode in ("fusion", "call"):
+        inner = module.computations[i.called[0]]
+        return _scalar(module, inner, next(n.name for n in inner.instructions if n.is_root), dict(enumerate(values)))
+    if i.opcode in ("copy", "convert", "bitcast"):
+        return values[0]
+    return _ARITHMETIC[_first(r"direction=(\w+)", i.attributes) if i.opcode == "compare" else i.opcode](*values)
 
 
 def _record(computation, position, inner, loops, mesh_shape, products) -> Collective:
@@ -361,8 +426,10 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(rest, opcode.end())
     operands = () if opcode[0] in ("constant", "parameter") else _operands(rest[opcode.end() + 1 : close])
-    number = int(rest[opcode.end() + 1 : close]) if opcode[0] == "parameter" else None
-    return Instruction(head[2], opcode[0], shape, operands, rest[close + 1 :], bool(head[1]), number)
+    inside = rest[opcode.end() + 1 : close]
+    number = int(inside) if opcode[0] == "parameter" else None
+    literal = inside if opcode[0] == "constant" else ""
+    return Instruction(head[2], opcode[0], shape, operands, rest[close + 1 :], bool(head[1]), number, literal)
 
 
 def _operands(text: str) -> tuple[str, ...]:

@@ -262,7 +262,9 @@ def _collective(books: _Books, value: Value):
     weight, axes = books.facts.weight(value.dims), set(books.axes.get(value.node.channel, ()))
     if value.dtype.startswith(("s", "u", "pred")) or not weight or axes & {"tensor", "sequence"}:
         return "collectives", kind
-    return ("gathered" if kind == "all-gather" else "gradients"), weight.names
+    if kind != "all-gather":
+        return "gradients", weight.names
+    return ("parameters" if weight.stacked else "gathered"), weight.names
 
 
 def _kept(books: _Books, value: Value):

@@ -1,0 +1,291 @@
+"""Memory and traffic of a step by formula, from the config alone: nothing is traced or compiled, so thousands take a second.
+
+Three things: the ledger of 16 bytes per parameter by ZeRO stage (Rajbhandari et al. 2020, section 3 and 5); activations by the
+formulas of Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4 and 5), as
+published and for what this package keeps by name; and the bytes each device sends per step along each mesh axis. State bytes
+are those of the real shards. What depends on the compiler (temporaries, fragmentation) is not here: `compile` says it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxtrain.sharding import TOKEN_AXES, ZERO_STAGES, Dims, Layout, make_layout
+from jaxtrain.validate import AXES, mesh_sizes
+
+# Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
+PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
+# float32 arrays of optimizer state per weight; those of muon and adafactor depend on the weight.
+MOMENTS = {"adamw": ("adam_m", "adam_v"), "lion": ("adam_m",), "sgd": ("optimizer",), "muon": ("optimizer", "optimizer")}
+# What the policies of `jaxtrain.memory` keep of a block beside its input; others are not known here.
+KEPT = {
+    "full": (),
+    "dots": ("attention_in", "qkv", "attention", "attention_out", "mlp_in", "mlp_hidden"),
+    "none": ("attention_in", "qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "elementwise"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedForm:
+    """Bytes of one device.
+
+    Attributes:
+      rows: memory by row of `memory.ROWS`.
+      activations: those kept for the backward, by name; None when the remat policy is not known here.
+      traffic: (mesh axis, what) -> bytes sent per step.
+      devices, mesh: as laid out.
+    """
+
+    rows: dict[str, int]
+    activations: dict[str, int] | None
+    traffic: dict[tuple[str, str], int]
+    mesh: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All rows together."""
+        return sum(self.rows.values())
+
+    @property
+    def state(self) -> int:
+        """Master weights and optimizer state: what stays between steps."""
+        return sum(self.rows.get(row, 0) for row in ("master", "adam_m", "adam_v", "optimizer"))
+
+    def axis_bytes(self) -> dict[str, int]:
+        """Bytes sent per step by mesh axis."""
+        sums: dict[str, int] = {}
+        for (axis, _), size in self.traffic.items():
+            sums[axis] = sums.get(axis, 0) + size
+        return sums
+
+
+def sixteen_phi(parameters: float, devices: int = 1, stage: int = 0) -> float:
+    """Bytes per device of weights, gradients and Adam state of `parameters` parameters, shared by `devices` in a ZeRO stage.
+
+    16 P; 4 P + 12 P / N; 2 P + 14 P / N; 16 P / N for stages 0 to 3.
+    """
+    parts = {0: 0, 1: OPTIMIZER_BYTES, 2: OPTIMIZER_BYTES + GRADIENT_BYTES, 3: 16}[stage]
+    return parameters * (16 - parts + parts / devices)
+
+
+def korthikanti(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: str = "none") -> float:
+    """Bytes of activations of one layer in 16 bits, as published (table 2).
+
+    Args:
+      s, b, h, a: positions, rows, width, heads; t: tensor-parallel devices.
+      recompute: none, selective (attention's inside), full.
+
+    For GELU MLPs of width 4h with dropout. Full recomputation keeps the layer's input: 2sbh, divided by t when sequence
+    parallelism splits it.
+    """
+    if recompute == "full":
+        return 2 * s * b * h / (t if sequence_parallel else 1)
+    scores = 5 * a * s / h if recompute == "none" else 0
+    if sequence_parallel:
+        return s * b * h * (34 + scores) / t
+    return s * b * h * (10 + (24 + scores) / t)
+
+
+def leaves(model: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
+    """Every weight of the model as (dotted name, shape with the layers, names of its dimensions), in order of names."""
+    m = model
+    d, f, n, k, h = m.embed_dim, m.mlp_dim, m.num_heads, m.num_kv_heads, m.head_dim
+    vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple
+    found: list[tuple[str, tuple[int, ...], Dims]] = []
+
+    def block(name, shape, dims):
+        found.append((f"blocks.{name}", (m.num_layers, *shape), ("layers", *dims)))
+
+    def norm(add, name, width):
+        add(f"{name}.scale", (width,), ("vector",))
+        if m.norm == "layernorm":
+            add(f"{name}.bias", (width,), ("vector",))
+
+    for name, heads, dim in (("query", n, "heads"), ("key", k, "kv_heads"), ("value", k, "kv_heads")):
+        block(f"attention.{name}.kernel", (d, heads, h), ("embed", dim, "head_dim"))
+        if m.qkv_bias:
+            block(f"attention.{name}.bias", (heads, h), (dim, "head_dim"))
+    block("attention.out.kernel", (d, n, h), ("embed", "heads", "head_dim"))
+    if m.attention_out_bias:
+        block("attention.out.bias", (d,), ("vector",))
+    if m.qk_norm:
+        for name in ("query_norm", "key_norm"):
+            block(f"attention.{name}.scale", (h,), ("vector",))
+    for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
+        block(f"mlp.{name}.kernel", (d, f), ("embed", "mlp"))
+        if m.mlp_bias:
+            block(f"mlp.{name}.bias", *(((d,), ("vector",)) if name == "down" else ((f,), ("mlp",))))
+    for name in ("attention_norm", "mlp_norm", *(("attention_post_norm", "mlp_post_norm") if m.post_norms else ())):
+        norm(block, name, d)
+    norm(lambda *leaf: found.append(leaf), "final_norm", d)
+    found.append(("embedder.table", (vocab, d), ("vocab", "embed")))
+    if not m.tie_embeddings:
+        found.append(("head.kernel", (d, vocab), ("embed", "vocab")))
+    if m.position == "learned":
+        found.append(("positions.table", (m.max_len_tokens, d), ("position", "embed")))
+    return sorted(found)
+
+
+def layout_of(config: ml_collections.ConfigDict, devices: int) -> Layout:
+    """The layout of a config on so many devices of no kind. Raises ConfigError when the mesh does not divide them."""
+    sizes = mesh_sizes(config, devices)
+    return make_layout(config, jax.sharding.AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES))
+
+
+def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
+    """Memory and traffic of a validated config on so many devices. Raises ConfigError for a mesh that does not fit them."""
+    layout = layout_of(config, devices)
+    shapes = _Shapes(config, layout)
+    activations = activation_bytes(config, layout)
+    rows = {"master": 4 * shapes.elements("storage")}
+    for row in MOMENTS.get(config.optimizer.name, ()):
+        rows[row] = rows.get(row, 0) + 4 * shapes.elements("optimizer")
+    if config.optimizer.name == "sgd" and not config.optimizer.momentum:
+        del rows["optimizer"]
+    accumulates = config.train.accumulation_steps > 1
+    rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer")
+    if "working" not in ZERO_STAGES[config.sharding.zero_stage] or layout.size("fsdp") == 1:
+        rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
+    else:
+        rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
+    if activations is not None:
+        rows["activations"] = sum(activations.values())
+    chunk = min(config.memory.loss_chunk_tokens, shapes.rows * shapes.length)
+    rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
+    rows["batch"] = 4 * 4 * config.train.accumulation_steps * shapes.rows * shapes.length
+    return ClosedForm(rows, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})
+
+
+def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, int] | None:
+    """What all blocks keep of one microbatch for the backward, by name; None for a policy that is not known here.
+
+    Per layer, with b rows of s positions on the device, s' between blocks (s / tensor under sequence parallelism), N, K, F
+    of one device, in 16 bits: block inputs and each of attention_in, attention_out, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
+    2bsNH + 4bsN; mlp_hidden 2bsF, twice if gated. "none" also keeps norms in float32 and what is computed in between.
+    """
+    if (kept := KEPT.get(config.memory.remat)) is None:
+        return None
+    m, shapes = config.model, _Shapes(config, layout)
+    b, s, own, word = shapes.rows, shapes.length, shapes.own_length, shapes.word
+    heads, kv_heads, mlp = shapes.heads, shapes.kv_heads, m.mlp_dim // layout.size("tensor")
+    residual = word * b * own * m.embed_dim
+    bytes_of = {
+        "block inputs": residual,
+        "attention_in": residual,
+        "qkv": word * b * s * (heads + 2 * kv_heads) * m.head_dim,
+        "attention": b * s * heads * (word * m.head_dim + 4),
+        "attention_out": residual,
+        "mlp_in": residual,
+        "mlp_hidden": word * b * s * mlp * (2 if _gated(m) else 1),
+        "elementwise": 2 * (4 // word + 1) * residual
+        + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
+    }
+    return {name: m.num_layers * bytes_of[name] for name in ("block inputs", *kept)}
+
+
+class _Shapes:
+    """Sizes on one device that the formulas share."""
+
+    def __init__(self, config: ml_collections.ConfigDict, layout: Layout):
+        m, self.layout = config.model, layout
+        self.leaves = leaves(m)
+        self.word = 2 if config.precision.compute_dtype == "bfloat16" else 4
+        tensor = layout.size("tensor")
+        self.rows = config.data.global_batch_rows // config.train.accumulation_steps // layout.size("data", "fsdp", "expert")
+        self.length = config.data.seq_len_tokens // layout.size("sequence")
+        self.own_length = self.length // tensor if layout.sequence_parallel else self.length
+        self.vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple // tensor
+        self.kv_heads = layout.heads.compute_kv_heads // tensor
+        self.heads = self.kv_heads * layout.heads.compute_group
+        self.whole = dataclasses.replace(layout, zero_stage=0)
+
+    def elements(self, placement: str, matrices: bool = False) -> int:
+        """Elements of all weights on one device; `matrices`: without scales and biases."""
+        return sum(self.size(shape, dims, placement) for name, shape, dims in self.leaves if not matrices or _is_matrix(name))
+
+    def block_elements(self, placement: str) -> int:
+        """Elements of the matrices of one block."""
+        return sum(
+            self.size(shape[1:], dims[1:], placement)
+            for name, shape, dims in self.leaves
+            if name.startswith("blocks.") and _is_matrix(name)
+        )
+
+    def size(self, shape, dims, placement) -> int:
+        """Elements of one weight on one device. "whole": as products see it, gathered over fsdp."""
+        layout, placement = (self.whole, "working") if placement == "whole" else (self.layout, placement)
+        return math.prod(layout.local_shape(dims, placement, shape))
+
+
+def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
+    """Bytes that each device sends per step. Rings send (n - 1) / n of a gathered array, twice that in an all-reduce.
+
+    Gradients of stage 0: one all-reduce, 2 P words. Stages 1 and 2: scattered once (2: each microbatch), working weights
+    gathered once: 2 P. Stage 3: weights of blocks gathered for the forward and again for the backward: 3 P. Tensor parallelism
+    with sequence parallelism: 2 gathers and 2 scatters of the residual per layer each way, and those of the recomputed forward.
+    """
+    m, count = config.model, config.train.accumulation_steps
+    reduce_word = 2 if config.precision.reduce_dtype == "bfloat16" else 4
+    found: dict[tuple[str, str], int] = {}
+
+    def add(axis, what, size, times=1, rounds=1):
+        n = layout.size(axis)
+        if n > 1 and size:
+            found[axis, what] = found.get((axis, what), 0) + round(size * times * rounds * (n - 1) / n)
+
+    sharded = {p: layout.size("fsdp") > 1 and p in ZERO_STAGES[layout.zero_stage] for p in ("optimizer", "gradient", "working")}
+    b, s = shapes.rows, shapes.length
+    residual = shapes.word * b * s * m.embed_dim
+    for name, shape, dims in shapes.leaves:
+        whole = shapes.size(shape, dims, "whole")
+        split = "embed" in dims  # over fsdp where the placement is
+        looked_up = name == "embedder.table"
+        if split and sharded["working"]:
+            if looked_up:  # ids and rows travel instead; the gradient's rows come the same way
+                add("fsdp", "token ids", 4 * b * s * layout.size("fsdp"), 2 * count)
+                add("fsdp", "embedding rows", residual, 2 * count)
+                if m.tie_embeddings:
+                    add("fsdp", "weights", shapes.word * whole, count)
+                    add("fsdp", "gradients", reduce_word * whole, count)
+            else:
+                add("fsdp", "weights", shapes.word * whole, (2 if name.startswith("blocks.") else 1) * count)
+        elif split and sharded["optimizer"] and _is_matrix(name):
+            add("fsdp", "weights", shapes.word * whole)
+        if split and sharded["optimizer"]:
+            if not (looked_up and sharded["working"]):
+                add("fsdp", "gradients", reduce_word * whole, count if sharded["gradient"] else 1)
+        elif layout.size("fsdp") > 1:
+            add("fsdp", "gradients", reduce_word * whole, 2)
+        part = shapes.size(shape, dims, "optimizer")
+        for axis in TOKEN_AXES:
+            if axis != "fsdp":
+                add(axis, "gradients", reduce_word * part, 2)
+    again = 0 if config.memory.remat == "none" else 1  # the recomputed forward, without its last scatter under full
+    if layout.size("tensor") > 1:
+        gathers, scatters = 2 + 2 + 2, 2 + 2 + (again if config.memory.remat == "full" else 0)
+        if layout.sequence_parallel:
+            add("tensor", "activations", residual, (gathers + scatters) * m.num_layers * count)
+            add("tensor", "activations at the ends", residual, 4 * count)
+        else:
+            add("tensor", "activations", residual, (4 + (1 if config.memory.remat == "full" else 0)) * m.num_layers * count, 2)
+            add("tensor", "activations at the ends", residual, 2 * count, 2)
+    if layout.size("sequence") > 1:
+        keys = shapes.word * b * config.data.seq_len_tokens * 2 * shapes.kv_heads * m.head_dim
+        forwards = 2 if config.memory.remat == "full" else 1
+        add("sequence", "keys and values", keys, (forwards + 1) * m.num_layers * count)
+    return found
+
+
+@functools.cache
+def _is_matrix(name: str) -> bool:
+    return name.rpartition(".")[2] in ("kernel", "table")
+
+
+def _gated(m: Any) -> bool:
+    return m.mlp in ("swiglu", "geglu")
