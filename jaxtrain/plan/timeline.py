@@ -39,7 +39,8 @@ class Timeline:
       communication_s: what all collectives take, hidden or not.
       waits: collective -> seconds waited for it per step; times: collective -> seconds of one execution alone.
       strips: name -> spans of one iteration of a loop over layers ("forward", "backward").
-      iterations: strip -> layers in it.
+      strip_s: strip -> seconds of that iteration.
+      flops: of products and attention as executed, recomputed ones too, on one device.
     """
 
     step_s: float
@@ -49,6 +50,7 @@ class Timeline:
     exposed_s: float
     host_s: float
     communication_s: float
+    flops: float
     waits: dict[Key, float]
     times: dict[Key, float]
     strips: dict[str, tuple[Span, ...]]
@@ -75,6 +77,7 @@ def walk(module: hlo.Module, collectives: list[hlo.Collective], links: Links, ra
         exposed_s=sum(walker.waits.values()),
         host_s=total["host"],
         communication_s=sum(times[key] * runs[key] for key in times),
+        flops=total["flops"],
         waits=dict(walker.waits),
         times=times,
         strips=strips,
@@ -97,7 +100,7 @@ class _Walker:
         self.pending: dict[str, tuple[float, Key | None]] = {}  # start -> when it ends, which collective
         self.total: collections.Counter = collections.Counter()
         self.waits: collections.Counter = collections.Counter()
-        self.costs: dict[Key, tuple[str, float]] = {}
+        self.costs: dict[Key, tuple[str, float, float]] = {}
         self.spans: list[Span] = []
         self.loops: list[_Loop] = []
 
@@ -182,8 +185,10 @@ class _Walker:
         if key not in self.costs:
             cost = roofline.cost(self.module, computation, instruction)
             kind = "attention" if cost.attention_flops else "product" if cost.flops else "memory"
-            self.costs[key] = kind, cost.seconds(self.links.gpu, self.rates)
-        self._advance(*self.costs[key], instruction)
+            self.costs[key] = kind, cost.seconds(self.links.gpu, self.rates), cost.flops + cost.attention_flops
+        kind, seconds, flops = self.costs[key]
+        self.total["flops"] += flops
+        self._advance(kind, seconds, instruction)
 
     def _advance(self, kind, seconds, instruction) -> None:
         if not seconds:
