@@ -19,6 +19,7 @@ from jaxtrain.plan.timeline import Timeline
 
 TINY_BYTES = LARGE_BYTES = 1 << 20
 TOLERANCE = 0.02  # by which an axis's bytes may differ from the closed form unflagged
+WAITED = 0.1  # of its time: from this share on a collective is not said to be hidden
 # Names of jax's collectives, by which the program's own are told from those that the partitioner adds.
 _WRITTEN = re.compile(
     r"(all_gather|reduce_scatter|psum_scatter|psum|pmax|pmin|pmean|all_to_all|ppermute|pbroadcast|pshuffle|ragged_all_to_all)"
@@ -43,7 +44,7 @@ class Line:
     seconds_per_run: float
     seconds: float  # per step, hidden or not
     waited_s: float  # per step
-    state: str  # synchronous, hidden, exposed
+    state: str  # synchronous; exposed: nothing runs beside it; partly hidden: the computation waits all the same; hidden
     behind: str  # what hides it
     loops: tuple[int | None, ...]  # trips, outermost first
     op_name: str
@@ -125,8 +126,9 @@ def purpose(collective: hlo.Collective, facts: Facts) -> str:
 
 def _line(module, group, timeline, links, facts) -> Line:
     first = group[0]
+    seconds = sum(links.seconds(c) * c.executions for c in group)
+    waited = sum(timeline.waits.get(key, 0.0) for key in {(c.computation, c.name) for c in group})
     operands = collections.Counter(first.operands)
-    keys = {(c.computation, c.name) for c in group}
     return Line(
         kind=first.kind,
         purpose=purpose(first, facts),
@@ -139,13 +141,21 @@ def _line(module, group, timeline, links, facts) -> Line:
         bytes_per_step=sum(c.step_wire_bytes for c in group),
         link="network" if links.crosses(first.axes) else "nvlink",
         seconds_per_run=links.seconds(first),
-        seconds=sum(links.seconds(c) * c.executions for c in group),
-        waited_s=sum(timeline.waits.get(key, 0.0) for key in keys),
-        state="synchronous" if not first.asynchronous else "exposed" if first.exposed else "hidden",
+        seconds=seconds,
+        waited_s=waited,
+        state=_state(first, waited / seconds if seconds else 0.0),
         behind=_behind(module, first),
         loops=tuple(loop.trips for loop in first.loops),
         op_name=first.op_name,
     )
+
+
+def _state(collective: hlo.Collective, waited: float) -> str:
+    if not collective.asynchronous:
+        return "synchronous"
+    if collective.exposed:
+        return "exposed"
+    return "partly hidden" if waited > WAITED else "hidden"
 
 
 def _behind(module: hlo.Module, collective: hlo.Collective) -> str:
