@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxtrain.plan import groups as device_groups
 from jaxtrain.plan import hlo
 
 MESH = {"data": 2, "fsdp": 4}
@@ -136,7 +137,9 @@ def test_unknown_trip_counts_are_said():
     ],
 )
 def test_groups_of_devices(text, groups):
-    assert hlo.replica_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}", 8) == [tuple(g) for g in groups]
+    assert device_groups.replica_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}", 8) == [
+        tuple(g) for g in groups
+    ]
 
 
 def test_shapes():

@@ -73,6 +73,8 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
 
 def _layer(name: str) -> int:
     parts = name.split(".")
+    if parts[-1] == "__main__":  # a command, whatever package it is of
+        return max(LAYERS)
     return LAYER_OF[parts[1]] if len(parts) > 1 else 0
 
 

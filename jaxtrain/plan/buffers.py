@@ -187,7 +187,7 @@ class Assignment:
 def read(data: bytes) -> Assignment:
     """The assignment in an HloProto. Raises ValueError for other data, or when XLA has assigned no buffers yet."""
     proto = protobuf.fields(data)
-    if 1 not in proto or 3 not in proto:
+    if not all(isinstance(proto.get(field, [0])[-1], bytes) for field in (1, 3)):
         raise ValueError("not an HloProto with a buffer assignment")
     module = protobuf.fields(proto[1][-1])
     computations = [protobuf.fields(part) for part in module.get(3, [])]

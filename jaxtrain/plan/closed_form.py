@@ -15,14 +15,15 @@ from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
+from jaxtrain import optimizer as optimizers
 from jaxtrain.sharding import TOKEN_AXES, ZERO_STAGES, Dims, Layout, make_layout
 from jaxtrain.validate import AXES, mesh_sizes
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
-# float32 arrays of optimizer state per weight; those of muon and adafactor depend on the weight.
-MOMENTS = {"adamw": ("adam_m", "adam_v"), "lion": ("adam_m",), "sgd": ("optimizer",), "muon": ("optimizer", "optimizer")}
+COUNTERS = 3 * 4  # step, skipped, skipped_in_row: int32, the same on every device
 # What the policies of `jaxtrain.memory` keep of a block beside its input; others are not known here.
 KEPT = {
     "full": (),
@@ -143,11 +144,7 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     layout = layout_of(config, devices)
     shapes = _Shapes(config, layout)
     activations = activation_bytes(config, layout)
-    rows = {"master": 4 * shapes.elements("storage")}
-    for row in MOMENTS.get(config.optimizer.name, ()):
-        rows[row] = rows.get(row, 0) + 4 * shapes.elements("optimizer")
-    if config.optimizer.name == "sgd" and not config.optimizer.momentum:
-        del rows["optimizer"]
+    rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer")
     if "working" not in ZERO_STAGES[config.sharding.zero_stage] or layout.size("fsdp") == 1:
@@ -160,6 +157,31 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
     rows["batch"] = 4 * 4 * config.train.accumulation_steps * shapes.rows * shapes.length
     return ClosedForm(rows, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})
+
+
+def _optimizer_state(config, layout, shapes) -> dict[str, int]:
+    """Bytes of the optimizer's state and of the counters on one device, from the shapes of the real optimizer's state."""
+    abstract: dict = {}
+    names: dict = {}
+    for name, shape, dims in shapes.leaves:
+        *path, last = name.split(".")
+        at, named = abstract, names
+        for key in path:
+            at, named = at.setdefault(key, {}), named.setdefault(key, {})
+        at[last], named[last] = jax.ShapeDtypeStruct(shape, np.float32), dims
+    optimizer = optimizers.make(config, names)
+    state = jax.eval_shape(optimizer.init, abstract)
+    sizes = jax.tree.map(
+        lambda leaf, dims: math.prod(layout.local_shape(dims, "optimizer", leaf.shape)) * leaf.dtype.itemsize,
+        state,
+        optimizers.state_dims(optimizer, abstract, names),
+    )
+    rows = {"optimizer": COUNTERS}
+    for path, size in jax.tree_util.tree_leaves_with_path(sizes):
+        keys = jax.tree_util.keystr(path)
+        row = "adam_m" if ".mu" in keys else "adam_v" if ".nu" in keys else "optimizer"
+        rows[row] = rows.get(row, 0) + size
+    return rows
 
 
 def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, int] | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+
+from jaxtrain.plan import groups
 
 KINDS = (
     "all-gather",
@@ -30,7 +31,6 @@ MAX_TRIPS = 100_000  # of loops that have to be counted
 _ODD_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _HEAD = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
-_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _PRODUCT_CALLS = re.compile(r"__cublas|__cudnn\$|cutlass|triton_gemm|__op\$.*gemm", re.IGNORECASE)
 
 
@@ -234,46 +234,12 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape)]
 
 
-def replica_groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
-    """The groups of devices that a collective joins, each in its order; for permutes the pairs of source and target.
-
-    Reads {{0,1},{2,3}}, [2,4]<=[8], [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {'b'}, the last also with sub-axes, 'b':(1)2,
-    and with another order of devices, mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)). No groups at all means everybody.
-    """
-    if pairs := _first(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attributes):
-        return [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs)]
-    if match := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", attributes):
-        size = _numbers(match[1])[1]
-        return _cut(_transposed(match[2], match[3]), size)
-    if match := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?\s*\{([^}]*)\}", attributes
-    ):
-        order, size = _mesh_order(match[1], match[3])
-        if iota := re.fullmatch(_IOTA, match[2] or ""):
-            ids = _transposed(iota[1], iota[2])
-        else:
-            ids = _numbers(match[2] or "") or range(devices)
-        return _cut([ids[place] for place in order], size)
-    if groups := _first(r"replica_groups=\{((?:\{[\d,]*\},?\s*)+)\}", attributes):
-        return [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", groups)]
-    return [tuple(range(devices))]
-
-
-def group_axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which devices of the same group differ, in mesh order."""
-    differ = set()
-    for group in groups:
-        places = [_coordinates(device, mesh_shape) for device in group]
-        differ |= {axis for axis in mesh_shape if len({place[axis] for place in places}) > 1}
-    return tuple(axis for axis in mesh_shape if axis in differ)
-
-
 def channel_axes(module: Module, mesh_shape: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
     """Channel of a collective -> the mesh axes it joins: also of those that the text hides in asynchronous wrappers."""
     devices, found = math.prod(mesh_shape.values()), {}
     for _, instruction in module.instructions():
         if channel := _first(r"\bchannel_id=(\d+)", instruction.attributes):
-            found[int(channel)] = group_axes(replica_groups(instruction.attributes, devices), mesh_shape)
+            found[int(channel)] = groups.group_axes(groups.replica_groups(instruction.attributes, devices), mesh_shape)
     return found
 
 
@@ -324,8 +290,8 @@ def _record(computation, position, inner, loops, mesh_shape, products) -> Collec
     kind = _kind(inner)
     operands = [array for name in instruction.operands for array in arrays(_shape_of(computation, name))]
     size = sum(math.prod(dims) * _bits(dtype) // 8 for dtype, dims in operands)
-    groups = replica_groups(inner.attributes, math.prod(mesh_shape.values()))
-    members = max(map(len, groups))
+    joined = groups.replica_groups(inner.attributes, math.prod(mesh_shape.values()))
+    members = max(map(len, joined))
     asynchronous = instruction.opcode.endswith("-start") and not _is_sync(instruction, inner)
     between = _between(computation, position) if asynchronous else []
     kernels = [
@@ -340,7 +306,7 @@ def _record(computation, position, inner, loops, mesh_shape, products) -> Collec
         operands=tuple(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in operands),
         operand_bytes=size,
         wire_bytes=_wire_bytes(kind, size, members),
-        axes=group_axes(groups, mesh_shape),
+        axes=groups.group_axes(joined, mesh_shape),
         group_size=members,
         loops=loops,
         executions=math.prod(loop.trips or 1 for loop in loops),
@@ -449,63 +415,8 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _mesh_order(mesh: str, axes: str) -> tuple[list[int], int]:
-    """Places of a mesh such that those of a group follow each other, and the size of a group.
-
-    Axes are listed major to minor. x:(m)n is part of axis x: of a number along it the digit with n values, m values before it.
-    """
-    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=\s]+)'?=(\d+)", mesh)}
-    wanted = [
-        (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
-        for name, before, size in re.findall(r"'?([^',:()\s]+)'?(?::\((\d+)\)(\d+))?", axes)
-    ]
-    dims, digits = [], []  # the mesh, with axes cut up where a part of them is meant
-    for name, size in sizes.items():
-        cuts = sorted({1, size}.union(*({low, high} for axis, low, high in wanted if axis == name)))
-        for low, high in itertools.pairwise(cuts):
-            digits.append((name, low))
-            dims.append(high // low)
-    inner = [
-        place
-        for axis, low, high in wanted
-        for place, (name, start) in enumerate(digits)
-        if name == axis and low <= start < high
-    ]
-    outer = [place for place in range(len(dims)) if place not in inner]
-    return _permuted(dims, [*outer, *inner]), math.prod(dims[place] for place in inner)
-
-
-def _transposed(dims: str, permutation: str | None) -> list[int]:
-    sizes = _numbers(dims)
-    return _permuted(sizes, _numbers(permutation) if permutation else range(len(sizes)))
-
-
-def _permuted(dims: Sequence[int], permutation: Iterable[int]) -> list[int]:
-    """The numbers 0.. laid out as an array of `dims`, its dimensions permuted, read in order."""
-    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
-    order = [0]
-    for d in permutation:
-        order = [base + step * strides[d] for base in order for step in range(dims[d])]
-    return order
-
-
-def _cut(devices: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
-
-
-def _coordinates(device: int, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    place = {}
-    for axis in reversed(mesh_shape):
-        device, place[axis] = divmod(device, mesh_shape[axis])
-    return place
-
-
 def _bits(dtype: str) -> int:
     return _ODD_BITS[dtype] if dtype in _ODD_BITS else int(re.search(r"\d+", dtype)[0])
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
 
 
 def _first(pattern: str, text: str) -> str:

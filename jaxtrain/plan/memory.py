@@ -25,7 +25,7 @@ ROWS = {
     "master": "float32 master weights",
     "adam_m": "Adam m",
     "adam_v": "Adam v",
-    "optimizer": "other optimizer state",
+    "optimizer": "other state",
     "parameters": "parameters (working copies)",
     "gradients": "gradients",
     "activations": "activations kept for the backward",
@@ -43,7 +43,7 @@ _STATE = (  # arguments by name
     (r"\.params\b", "master"),
     (r"\.mu\b", "adam_m"),
     (r"\.nu\b", "adam_v"),
-    (r"opt_state", "optimizer"),
+    (r"opt_state|^state\.(step|skipped)", "optimizer"),
     (r"^batch|\bbatch\[", "batch"),
 )
 _COLLECTIVES = re.compile("|".join(hlo.KINDS))

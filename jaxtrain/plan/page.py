@@ -57,6 +57,7 @@ h3{font-size:14px;margin:18px 0 4px;font-weight:600} p{margin:4px 0 8px;color:#5
 table{border-collapse:collapse;font-size:13px;margin:6px 0} th{text-align:left;font-weight:600;color:#444}
 td,th{padding:2px 14px 2px 0;vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td:first-child{white-space:nowrap}
 td.code{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;overflow-wrap:anywhere}
 tr.sum td{border-top:1px solid #bbb;font-weight:600}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:7px}
@@ -133,7 +134,9 @@ def _bars(plan: Plan) -> str:
     """Two stacked bars, compiled above the closed form, on the scale of the GPU's memory."""
     bars = [("compiled", plan.ledger.rows)] if plan.ledger else []
     bars.append(("by formula", plan.closed.rows))
-    scale = max(plan.gpu.memory_bytes, plan.peak_bytes, plan.closed.total) * 1.02
+    most = max(plan.peak_bytes, plan.closed.total)
+    near = plan.gpu.memory_bytes < 1.8 * most  # else the bars would be too short to read
+    scale = max(plan.gpu.memory_bytes if near else 0, most) * 1.02
     left, height = 86, 30
     drawn, y = [], 8
     for title, rows in bars:
@@ -149,6 +152,12 @@ def _bars(plan: Plan) -> str:
                     )
                 x += width
         y += height + 10
+    if not near:
+        share = percent(plan.peak_bytes / plan.gpu.memory_bytes)
+        drawn.append(
+            f'<text x="{left}" y="{y + 10}">{share} of the {gib(plan.gpu.memory_bytes)} GiB of an {_text(plan.gpu.name)}</text>'
+        )
+        return _svg(drawn, y + 20)
     at = left + plan.gpu.memory_bytes / scale * (WIDTH - left)
     drawn.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="2" y2="{y}" stroke="#b00" stroke-dasharray="4 3"/>')
     drawn.append(
@@ -234,8 +243,9 @@ def _curve(plan: Plan) -> str:
     if near:
         y = height - plan.gpu.memory_bytes / scale * height
         drawn.append(f'<line x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#b00" stroke-dasharray="4 3"/>')
+    drawn.append(f'<text x="{WIDTH}" y="{height + 14}" text-anchor="end">schedule →</text>')
     shown = [row for row in memory.ROWS if any(rows.get(row, 0) > 0.005 * top for rows in curve)]
-    return _svg(drawn, height + 8) + _legend({memory.ROWS[row]: COLORS[row] for row in shown})
+    return _svg(drawn, height + 20) + _legend({memory.ROWS[row]: COLORS[row] for row in shown})
 
 
 def _axes(plan: Plan) -> str:
