@@ -1,4 +1,4 @@
-"""Which devices a collective joins: reads the groups that HLO text names in four ways, and finds the mesh axes they lie along."""
+"""Which devices a collective joins: reads the groups that HLO text names in four ways; finds the mesh axes they span."""
 
 from __future__ import annotations
 
