@@ -14,6 +14,7 @@ from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
 from jaxtrain.plan.timeline import Span
 
 WIDTH = 1040  # of drawings, in pixels
+NOTE = 400  # of it for what is written behind a bar
 # State in blues, what a step needs beside it in other hues.
 COLORS = {
     "master": "#1f4e79",
@@ -257,24 +258,24 @@ def _axes(plan: Plan) -> str:
     if not names:
         return "<p>None: one device, or nothing to send.</p>"
     most = max(*(found.get(axes, 0) for axes in names), *(expected.get(axes, 0) for axes in names), 1)
-    left, drawn, y = 110, [], 4
+    left, drawn, y = 130, [], 4
     for axes in names:
         size, formula = found.get(axes, 0), expected.get(axes)
-        width = size / most * (WIDTH - left - 330)
+        width = size / most * (WIDTH - left - NOTE)
         drawn.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{_text(axes)}</text>')
         drawn.append(_rect(left, y, max(width, 1), 24, "#7e57a8", f"{axes}: {gib(size)} GiB a step"))
         if formula is not None:
-            at = left + formula / most * (WIDTH - left - 330)
+            at = left + formula / most * (WIDTH - left - NOTE)
             drawn.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y - 2}" y2="{y + 26}" stroke="#111" stroke-width="2"/>')
         note = f"{gib(size)} GiB"
         note += f", formula {gib(formula)}" if formula is not None else ", none by formula"
         if spoken and plan.timeline:
             note += (
-                f"; {1e3 * spoken.axis_seconds[axes]:.1f} ms, {1e3 * spoken.axis_waited_s[axes]:.1f} waited"
+                f"; {1e3 * spoken.axis_seconds[axes]:,.0f} ms, {1e3 * spoken.axis_waited_s[axes]:,.0f} waited"
                 if axes in found
                 else ""
             )
-        x = left + max(width, (formula or 0) / most * (WIDTH - left - 330)) + 10
+        x = left + max(width, (formula or 0) / most * (WIDTH - left - NOTE)) + 10
         drawn.append(f'<text x="{x:.1f}" y="{y + 17}">{note}</text>')
         y += 34
     return "<p>Sent by each GPU in a step, by mesh axis. The black mark is the closed form.</p>" + _svg(drawn, y)

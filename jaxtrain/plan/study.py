@@ -149,7 +149,7 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
 WHY = {
     "gradients": "the closed form has the sums alone; at the peak those of the block at work and of the head are whole, too",
     "gathered": "the closed form has the weights of two blocks; the schedule has what it has fetched when memory peaks",
-    "activations": "the closed form has what the policy keeps; the compiler may keep or recompute more",
+    "activations": "the closed form has what the policy keeps of one microbatch; those of two may be alive at once",
     "parameters": "bfloat16 copies that all microbatches start from; more is a second copy in another layout",
     "logits": "the peak may be elsewhere than in the loss",
     "block": "what one block computes, not in the closed form",

@@ -133,7 +133,8 @@ class _Walker:
         start, before, waited, spans = self.now, self.total.copy(), self.waits.copy(), len(self.spans)
         self.run(computation)
         passed, rest = self.now - start, trips - 2
-        self.loops.append(_Loop([_moved(span, start) for span in self.spans[spans:]], passed, trips))
+        if not any(inner.opcode == "while" for inner in computation.instructions):
+            self.loops.append(_Loop([_moved(span, start) for span in self.spans[spans:]], passed, trips))
         for sums, old in ((self.total, before), (self.waits, waited)):
             for key in list(sums):
                 sums[key] += (sums[key] - old[key]) * rest
@@ -208,7 +209,7 @@ def _moved(span: Span, start: float) -> Span:
 
 
 def _strips(loops: list[_Loop]) -> tuple[dict[str, tuple[Span, ...]], dict[str, float]]:
-    """The loops over layers: the longest one with attention's backward, and the longest with attention but without it."""
+    """The loops over layers: of the innermost with attention the longest one forward, and the longest one backward."""
     strips, seconds = {}, {}
     for name, backward in (("forward", False), ("backward", True)):
         fitting = [
