@@ -82,13 +82,15 @@ def test_nothing_is_flagged_that_the_program_means():
 
 @needs_plugin
 def test_float32_gathers_are_flagged(monkeypatch):
-    def late_cast(self, value, placement):
-        for dim, name in enumerate(self.dims, value.ndim - len(self.dims)):
-            if "fsdp" in self.layout.axes(name, placement):
+    def late_cast(self, stored):
+        value = stored.value
+        for dim, name in enumerate(self.dims):
+            if "fsdp" in self.layout.axes(name, "storage"):
                 value = all_gather(self.layout, value, "fsdp", dim)
-        return jax.lax.optimization_barrier(value).astype(self.dtype)
+        value = jax.lax.optimization_barrier(value).astype(self.dtype)
+        return weights.Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
 
-    monkeypatch.setattr(weights.Place, "gather", late_cast)
+    monkeypatch.setattr(weights.Place, "fetch", late_cast)
     found = small("overlap.schedule=xla")
     flags = [flag for flag in found.communication.flags if flag.name == "float32 gather of weights"]
     assert any("mlp" in flag.text for flag in flags)
@@ -101,7 +103,7 @@ def test_a_gathered_embedding_is_flagged(monkeypatch):
 
     def gathered(stored, tokens, place):
         rows, owned = vocabulary._own_rows(stored.value.shape[0], tokens, place.layout)
-        return jnp.where(owned[..., None], place.gather(stored.value, "working")[rows], 0)
+        return jnp.where(owned[..., None], place.fetch(stored).value[rows], 0)
 
     assert "full gather of the embedding" not in names(small("overlap.schedule=xla"))
     monkeypatch.setattr(vocabulary, "_embed", gathered)

@@ -71,8 +71,8 @@ def test_kept_activations_are_those_of_the_formula(changes):
 def test_rows_follow_the_stage():
     rows = {stage: plan(f"sharding.zero_stage={stage}").ledger.rows for stage in (0, 1, 3)}
     copies = 2 * 8.03e9  # bfloat16
-    assert rows[0]["parameters"] > 0.8 * copies and rows[1]["parameters"] > 0.8 * copies
-    assert rows[3]["parameters"] < 0.02 * copies, "gathered block by block"
+    assert rows[1]["parameters"] > 0.8 * copies, "gathered once and kept"
+    assert all(rows[stage].get("parameters", 0) < 0.02 * copies for stage in (0, 3)), "made block by block"
     assert rows[0]["gradients"] > 3.5 * 8.0e9 and rows[3]["gradients"] < 8 * GIB
     assert rows[3]["gathered"] > 0.2 * GIB
 

@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import optimizer as optimizers
-from jaxtrain.sharding import TOKEN_AXES, ZERO_STAGES, Dims, Layout, make_layout
+from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, make_layout
 from jaxtrain.validate import AXES, mesh_sizes
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
@@ -125,7 +125,7 @@ def leaves(model: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
     for name in ("attention_norm", "mlp_norm", *(("attention_post_norm", "mlp_post_norm") if m.post_norms else ())):
         norm(block, name, d)
     norm(lambda *leaf: found.append(leaf), "final_norm", d)
-    found.append(("embedder.table", (vocab, d), ("vocab", "embed")))
+    found.append(("embedder.table", (vocab, d), ("vocab", "embed" if m.tie_embeddings else "lookup")))
     if not m.tie_embeddings:
         found.append(("head.kernel", (d, vocab), ("embed", "vocab")))
     if m.position == "learned":
@@ -147,7 +147,7 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer")
-    if "working" not in ZERO_STAGES[config.sharding.zero_stage] or layout.size("fsdp") == 1:
+    if config.sharding.zero_stage in (1, 2) and layout.size("fsdp") > 1:  # gathered once a step and kept
         rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
     else:
         rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
@@ -261,28 +261,23 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         if n > 1 and size:
             found[axis, what] = found.get((axis, what), 0) + round(size * times * rounds * (n - 1) / n)
 
-    sharded = {p: layout.size("fsdp") > 1 and p in ZERO_STAGES[layout.zero_stage] for p in ("optimizer", "gradient", "working")}
+    stage = layout.zero_stage if layout.size("fsdp") > 1 else 0
     b, s = shapes.rows, shapes.length
     residual = shapes.word * b * s * m.embed_dim
     for name, shape, dims in shapes.leaves:
         whole = shapes.size(shape, dims, "whole")
-        split = "embed" in dims  # over fsdp where the placement is
-        looked_up = name == "embedder.table"
-        if split and sharded["working"]:
-            if looked_up:  # ids and rows travel instead; the gradient's rows come the same way
-                add("fsdp", "token ids", 4 * b * s * layout.size("fsdp"), 2 * count)
-                add("fsdp", "embedding rows", residual, 2 * count)
-                if m.tie_embeddings:
-                    add("fsdp", "weights", shapes.word * whole, count)
-                    add("fsdp", "gradients", reduce_word * whole, count)
-            else:
-                add("fsdp", "weights", shapes.word * whole, (2 if name.startswith("blocks.") else 1) * count)
-        elif split and sharded["optimizer"] and _is_matrix(name):
-            add("fsdp", "weights", shapes.word * whole)
-        if split and sharded["optimizer"]:
-            if not (looked_up and sharded["working"]):
-                add("fsdp", "gradients", reduce_word * whole, count if sharded["gradient"] else 1)
-        elif layout.size("fsdp") > 1:
+        # The table itself does not travel where it is sharded: ids, rows and their gradients do.
+        travels = name == "embedder.table" and (stage == 3 or (stage and not m.tie_embeddings))
+        head = name == "head.kernel" or (name == "embedder.table" and m.tie_embeddings)
+        split = stage > 0 and _is_matrix(name)
+        if travels:
+            add("fsdp", "token ids", 4 * b * s * layout.size("fsdp"), 2 * count)
+            add("fsdp", "embedding rows", residual, 2 * count)
+        if split and (head or not travels):
+            gathers = 1 if stage < 3 else count if head else 2 * count
+            add("fsdp", "weights", shapes.word * whole, gathers)
+            add("fsdp", "gradients", reduce_word * whole, count if stage >= 2 else 1)
+        elif not split and layout.size("fsdp") > 1:
             add("fsdp", "gradients", reduce_word * whole, 2)
         part = shapes.size(shape, dims, "optimizer")
         for axis in TOKEN_AXES:
