@@ -253,9 +253,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
         "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
-        "check_memory": Setting(
-            False, "Stop before weights are made when the compiled step cannot fit the device, and say what would help."
-        ),
+        "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
         "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none."),
     },
 }

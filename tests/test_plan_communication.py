@@ -91,7 +91,7 @@ def test_float32_gathers_are_flagged(monkeypatch):
         return weights.Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
 
     monkeypatch.setattr(weights.Place, "fetch", late_cast)
-    found = small("overlap.schedule=xla")
+    found = small()
     flags = [flag for flag in found.communication.flags if flag.name == "float32 gather of weights"]
     assert any("mlp" in flag.text for flag in flags)
     assert "more traffic than expected" in names(found)
@@ -105,9 +105,9 @@ def test_a_gathered_embedding_is_flagged(monkeypatch):
         rows, owned = vocabulary._own_rows(stored.value.shape[0], tokens, place.layout)
         return jnp.where(owned[..., None], place.fetch(stored).value[rows], 0)
 
-    assert "full gather of the embedding" not in names(small("overlap.schedule=xla"))
+    assert "full gather of the embedding" not in names(small())
     monkeypatch.setattr(vocabulary, "_embed", gathered)
-    assert "full gather of the embedding" in names(small("overlap.schedule=xla"))
+    assert "full gather of the embedding" in names(small())
 
 
 def _flags(text, program):

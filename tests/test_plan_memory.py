@@ -8,7 +8,7 @@ import jax
 import pytest
 from planned import compiled, needs_plugin, plan
 
-from jaxtrain.memory import NAMES
+from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.plan import buffers, memory, protobuf
 
 pytestmark = pytest.mark.plan
@@ -62,7 +62,7 @@ def test_kept_activations_are_those_of_the_formula(changes):
     kept, formula = found.ledger.parts["activations"], found.closed.activations
     assert found.ledger.rows["activations"] == pytest.approx(sum(formula.values()), rel=0.1)
     large = {name for name, size in kept.items() if size > GIB // 2}
-    assert large <= {"block inputs", *NAMES} | {name for name in kept if "attention" in name}
+    assert large <= set(ACTIVATIONS) | {name for name in kept if "attention" in name}
     for name in large & set(formula):
         assert kept[name] == pytest.approx(formula[name], rel=0.1), name
 
@@ -81,7 +81,7 @@ def test_rows_follow_the_stage():
 def test_large_buffers_have_a_source_or_a_weight():
     for changes in STAGES[3:] + POLICIES:
         for piece in plan(*changes).ledger.pieces[:20]:
-            known = piece.name.startswith(("blocks.", "embedder", "head", "{embedder", "block inputs")) or piece.source
+            known = piece.name.startswith(("blocks.", "embedder", "head", "{embedder", "block_in")) or piece.source
             assert known, piece
             assert piece.row != "other", piece
 

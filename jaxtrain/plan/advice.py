@@ -13,13 +13,13 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain.config import SETTINGS, ConfigError
+from jaxtrain.config import ConfigError
 from jaxtrain.plan.study import Plan, study
 from jaxtrain.validate import problems
 
 log = logging.getLogger(__name__)
 
-REMAT_ORDER = ("none", "dots", "full")  # of those in between, the order is not a line
+STRONGER = {"none": ("dots", "full"), "dots": ("mlp", "full"), "attention": ("full",), "mlp": ("full",), "names": ("full",)}
 SMALL = 0.03  # a row below this share of the peak is left alone
 
 
@@ -31,7 +31,7 @@ class Change:
     row: str
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.settings)
+        return " ".join(f"{key}={','.join(v) if isinstance(v, tuple) else v}" for key, v in self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +103,10 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
     rows = config.data.global_batch_rows // config.train.accumulation_steps
     ways = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     if row in ("activations", "block", "attention", "collectives") or (row == "other" and plan.ledger):
-        if config.memory.remat in REMAT_ORDER[:-1]:
-            for stronger in REMAT_ORDER[REMAT_ORDER.index(config.memory.remat) + 1 :]:
-                yield (("memory.remat", stronger),)
+        for stronger in STRONGER.get(config.memory.remat, ()):
+            yield (("memory.remat", stronger), *((("memory.keep", ()),) if config.memory.keep else ()))
+        if config.memory.remat_every_blocks > 1:
+            yield (("memory.remat_every_blocks", 1),)
         if rows // ways > 1:
             yield (("train.accumulation_steps", config.train.accumulation_steps * 2),)
     if row in ("master", "adam_m", "adam_v", "optimizer", "gradients", "parameters"):
@@ -118,13 +119,9 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
         if mesh["fsdp"] % 2 == 0:
             yield (("mesh.fsdp", mesh["fsdp"] // 2), ("mesh.tensor", mesh["tensor"] * 2))
     if row in ("gathered", "collectives", "fragmentation"):
-        if "prefetch" in SETTINGS["overlap"] and config.overlap.prefetch != "off":
+        if config.overlap.prefetch != "off" and config.sharding.zero_stage == 3:
             yield (("overlap.prefetch", "off"),)
-        if config.overlap.schedule == "pipelined":
-            yield (("overlap.schedule", "xla"),)
-    if row in ("adam_m", "adam_v", "master"):
-        for key, setting in SETTINGS["memory"].items():
-            if "offload" in key:
-                yield from (((f"memory.{key}", choice),) for choice in setting.choices[1:2])
+        if config.overlap.double_buffering:
+            yield (("overlap.double_buffering", False),)
     if row == "logits" and config.memory.loss_chunk_tokens > 256:
         yield (("memory.loss_chunk_tokens", config.memory.loss_chunk_tokens // 2),)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from typing import Any
 
@@ -18,18 +19,13 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import optimizer as optimizers
+from jaxtrain.activations import KEPT
 from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, make_layout
 from jaxtrain.validate import AXES, mesh_sizes
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
 COUNTERS = 3 * 4  # step, skipped, skipped_in_row: int32, the same on every device
-# What the policies of `jaxtrain.memory` keep of a block beside its input; others are not known here.
-KEPT = {
-    "full": (),
-    "dots": ("attention_in", "qkv", "attention", "attention_out", "mlp_in", "mlp_hidden"),
-    "none": ("attention_in", "qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "elementwise"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +33,15 @@ class ClosedForm:
     """Bytes of one device.
 
     Attributes:
-      rows: memory by row of `memory.ROWS`.
-      activations: those kept for the backward, by name; None when the remat policy is not known here.
+      rows: memory by row of `memory.ROWS`; host: the same of pinned host memory.
+      activations: those kept for the backward, by name, wherever they are.
       traffic: (mesh axis, what) -> bytes sent per step.
-      devices, mesh: as laid out.
+      mesh: axis -> devices.
     """
 
     rows: dict[str, int]
-    activations: dict[str, int] | None
+    host: dict[str, int]
+    activations: dict[str, int]
     traffic: dict[tuple[str, str], int]
     mesh: dict[str, int]
 
@@ -56,7 +53,7 @@ class ClosedForm:
     @property
     def state(self) -> int:
         """Master weights and optimizer state: what stays between steps."""
-        return sum(self.rows.get(row, 0) for row in ("master", "adam_m", "adam_v", "optimizer"))
+        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", "adam_m", "adam_v", "optimizer"))
 
     def axis_bytes(self) -> dict[str, int]:
         """Bytes sent per step by mesh axis."""
@@ -151,64 +148,91 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
         rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
     else:
         rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
-    if activations is not None:
-        rows["activations"] = sum(activations.values())
+    rows["activations"] = sum(activations.values())
     chunk = min(config.memory.loss_chunk_tokens, shapes.rows * shapes.length)
     rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
     rows["batch"] = 4 * 4 * config.train.accumulation_steps * shapes.rows * shapes.length
-    return ClosedForm(rows, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})
+    host = _offloaded(config, rows, activations)
+    if "master" in host:  # the device gets copies to work with
+        rows["parameters"] = shapes.word * shapes.elements("storage", matrices=True)
+    return ClosedForm(rows, host, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})
 
 
 def _optimizer_state(config, layout, shapes) -> dict[str, int]:
-    """Bytes of the optimizer's state and of the counters on one device, from the shapes of the real optimizer's state."""
+    """Bytes of the optimizer's state and of the counters on one device."""
+    rows = {"optimizer": COUNTERS}
+    for row, shape, itemsize, dims in _optimizer_arrays(tuple(shapes.leaves), config.optimizer.to_json()):
+        rows[row] = rows.get(row, 0) + math.prod(layout.local_shape(dims, "optimizer", shape)) * itemsize
+    return rows
+
+
+@functools.lru_cache(maxsize=16)
+def _optimizer_arrays(weights, settings: str) -> list[tuple[str, tuple[int, ...], int, Dims]]:
+    """(row, shape, bytes per element, names of dimensions) of each array of the real optimizer's state."""
     abstract: dict = {}
     names: dict = {}
-    for name, shape, dims in shapes.leaves:
+    for name, shape, dims in weights:
         *path, last = name.split(".")
         at, named = abstract, names
         for key in path:
             at, named = at.setdefault(key, {}), named.setdefault(key, {})
         at[last], named[last] = jax.ShapeDtypeStruct(shape, np.float32), dims
-    optimizer = optimizers.make(config, names)
-    state = jax.eval_shape(optimizer.init, abstract)
-    sizes = jax.tree.map(
-        lambda leaf, dims: math.prod(layout.local_shape(dims, "optimizer", leaf.shape)) * leaf.dtype.itemsize,
-        state,
-        optimizers.state_dims(optimizer, abstract, names),
-    )
-    rows = {"optimizer": COUNTERS}
-    for path, size in jax.tree_util.tree_leaves_with_path(sizes):
+    optimizer = optimizers.make(ml_collections.ConfigDict({"optimizer": json.loads(settings)}), names)
+    found: list = []
+
+    def note(path, leaf, dims):
         keys = jax.tree_util.keystr(path)
         row = "adam_m" if ".mu" in keys else "adam_v" if ".nu" in keys else "optimizer"
-        rows[row] = rows.get(row, 0) + size
-    return rows
+        found.append((row, leaf.shape, leaf.dtype.itemsize, dims))
+
+    state = jax.eval_shape(optimizer.init, abstract)
+    jax.tree_util.tree_map_with_path(note, state, optimizers.state_dims(optimizer, abstract, names))
+    return found
 
 
-def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, int] | None:
-    """What all blocks keep of one microbatch for the backward, by name; None for a policy that is not known here.
+def _offloaded(config, rows, activations) -> dict[str, int]:
+    """Takes what `memory.offload` names out of the rows and returns it. Counters stay on the device."""
+    host, offload = {}, config.memory.offload
+    if "master" in offload:
+        host["master"] = rows.pop("master")
+    if "moments" in offload:
+        host |= {row: rows.pop(row) for row in ("adam_m", "adam_v") if row in rows}
+    if kept := sum(size for name, size in activations.items() if name in offload):
+        rows["activations"] -= kept
+        host["activations"] = kept
+    return host
+
+
+def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, int]:
+    """What all blocks keep of one microbatch for the backward, by name.
 
     Per layer, with b rows of s positions on the device, s' between blocks (s / tensor under sequence parallelism), N, K, F
-    of one device, in 16 bits: block inputs and each of attention_in, attention_out, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
-    2bsNH + 4bsN; mlp_hidden 2bsF, twice if gated. "none" also keeps norms in float32 and what is computed in between.
+    of one device, in 16 bits: block_in and each of attention_in, attention_out, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
+    2bsNH + 4bsN; mlp_hidden 2bsF, twice if gated. A block that recomputes nothing also keeps "elementwise": norms in float32
+    and what activation functions and rotations give.
     """
-    if (kept := KEPT.get(config.memory.remat)) is None:
-        return None
-    m, shapes = config.model, _Shapes(config, layout)
+    m, shapes, settings = config.model, _Shapes(config, layout), config.memory
     b, s, own, word = shapes.rows, shapes.length, shapes.own_length, shapes.word
     heads, kv_heads, mlp = shapes.heads, shapes.kv_heads, m.mlp_dim // layout.size("tensor")
     residual = word * b * own * m.embed_dim
     bytes_of = {
-        "block inputs": residual,
+        "block_in": residual,
         "attention_in": residual,
         "qkv": word * b * s * (heads + 2 * kv_heads) * m.head_dim,
         "attention": b * s * heads * (word * m.head_dim + 4),
         "attention_out": residual,
         "mlp_in": residual,
         "mlp_hidden": word * b * s * mlp * (2 if _gated(m) else 1),
+        "mlp_out": residual if m.post_norms else 0,
         "elementwise": 2 * (4 // word + 1) * residual
         + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
     }
-    return {name: m.num_layers * bytes_of[name] for name in ("block inputs", *kept)}
+    names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
+    recomputing = m.num_layers // settings.remat_every_blocks  # layers
+    layers = {name: m.num_layers - recomputing for name in bytes_of}
+    for name in bytes_of if names is None else ("block_in", *names):
+        layers[name] += recomputing
+    return {name: layers[name] * size for name, size in bytes_of.items() if layers[name] * size}
 
 
 class _Shapes:
@@ -283,19 +307,18 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         for axis in TOKEN_AXES:
             if axis != "fsdp":
                 add(axis, "gradients", reduce_word * part, 2)
-    again = 0 if config.memory.remat == "none" else 1  # the recomputed forward, without its last scatter under full
+    full = config.memory.remat == "full"
     if layout.size("tensor") > 1:
-        gathers, scatters = 2 + 2 + 2, 2 + 2 + (again if config.memory.remat == "full" else 0)
+        gathers, scatters = 2 + 2 + 2, 2 + 2 + full  # the recomputed forward needs no last scatter
         if layout.sequence_parallel:
             add("tensor", "activations", residual, (gathers + scatters) * m.num_layers * count)
             add("tensor", "activations at the ends", residual, 4 * count)
         else:
-            add("tensor", "activations", residual, (4 + (1 if config.memory.remat == "full" else 0)) * m.num_layers * count, 2)
+            add("tensor", "activations", residual, (4 + full) * m.num_layers * count, 2)
             add("tensor", "activations at the ends", residual, 2 * count, 2)
     if layout.size("sequence") > 1:
         keys = shapes.word * b * config.data.seq_len_tokens * 2 * shapes.kv_heads * m.head_dim
-        forwards = 2 if config.memory.remat == "full" else 1
-        add("sequence", "keys and values", keys, (forwards + 1) * m.num_layers * count)
+        add("sequence", "keys and values", keys, (2 + full) * m.num_layers * count)
     return found
 
 

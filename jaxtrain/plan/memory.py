@@ -15,7 +15,7 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from jaxtrain.memory import NAMES
+from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.plan import hlo
 from jaxtrain.plan.buffers import DEVICE, HOST, Assignment, Buffer, Node, Value
 from jaxtrain.plan.facts import Facts
@@ -135,6 +135,8 @@ class _Books:
         if allocation.thread_local or (allocation.temporary and allocation.color == DEVICE):
             return []
         values = [self.assignment.values[v] for v in allocation.values]
+        if allocation.temporary:  # in host memory: nothing but what the backward needs is sent there
+            return [Piece("activations", "offloaded", allocation.size, "", "", "")]
         first = next(
             (v for v in values if v.node.opcode == "parameter" and not _is_inner(v.node.op_name)), values[0] if values else None
         )
@@ -204,12 +206,12 @@ class _Books:
         return bool(scopes) or self.from_file(value, "model/weights.py", "jaxtrain/optimizer.py", "train/step.py")
 
     def activation_name(self, node: Node) -> str:
-        """Which of memory.NAMES a value is, by its scope or the source line that names it; "" if none."""
-        if found := [name for name in NAMES if f"/{name}/" in f"/{node.op_name}/"]:
+        """Which of ACTIVATIONS a value is, by its scope or the source line that names it; "" if none."""
+        if found := [name for name in ACTIVATIONS if f"/{name}/" in f"/{node.op_name}/"]:
             return found[-1]
         for frame in self.assignment.stack(node.frame)[:8]:
             line = _line(frame.file, frame.line)
-            if found := [name for name in NAMES if f'"{name}"' in line]:
+            if found := [name for name in ACTIVATIONS if f'"{name}"' in line]:
                 return found[0]
             if frame.function.endswith("__call__") and not frame.function.startswith("Norm"):
                 return ""
@@ -291,7 +293,7 @@ def _kept(books: _Books, value: Value):
 def _kept_name(written: Node | None) -> str:
     """Of an activation without a name. What comes into a block was not computed in it."""
     if written is None or written.opcode in ("parameter", "while"):
-        return "block inputs"
+        return "block_in"
     return _operation(written)
 
 

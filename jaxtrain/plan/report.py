@@ -55,7 +55,7 @@ def heading(plan: Plan) -> list[str]:
         f"{quantity(plan.parameters)} parameters, {quantity(plan.tokens)} tokens a step in "
         f"{plan.settings['train.accumulation_steps']} microbatches{took}"
     )
-    return lines
+    return [*lines, *plan.notes]
 
 
 def _verdict(plan: Plan, found: Sequence[Alternative], console: Console) -> None:
@@ -200,6 +200,7 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
         "settings": plan.settings,
         "versions": plan.versions,
         "fallback": plan.fallback,
+        "notes": list(plan.notes),
         "parameters": plan.parameters,
         "tokens_per_step": plan.tokens,
         "model_flops_per_step": plan.model_flops,

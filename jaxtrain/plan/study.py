@@ -48,6 +48,7 @@ class Plan:
     versions: dict[str, str]
     seconds: dict[str, float]  # what the plan took
     fallback: str = ""
+    notes: tuple[str, ...] = ()  # what this plan cannot show
 
     @property
     def gpu(self) -> Gpu:
@@ -130,11 +131,11 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
         "mesh": {axis: size for axis, size in layout.mesh.shape.items()},
         "settings": {
             "sharding.zero_stage": config.sharding.zero_stage,
-            "memory.remat": config.memory.remat,
+            **{f"memory.{key}": list(v) if isinstance(v, tuple) else v for key, v in config.memory.items()},
             "train.accumulation_steps": config.train.accumulation_steps,
             "data.global_batch_rows": config.data.global_batch_rows,
             "data.seq_len_tokens": config.data.seq_len_tokens,
-            "overlap.schedule": config.overlap.schedule,
+            **{f"overlap.{key}": value for key, value in config.overlap.items()},
             "precision.compute_dtype": config.precision.compute_dtype,
             "precision.reduce_dtype": config.precision.reduce_dtype,
         },
