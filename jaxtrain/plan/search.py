@@ -191,7 +191,7 @@ def _compiled(config, topology, candidate: Candidate) -> Result:
     else:
         slow = max(plan.communication.axis_waited_s.items(), key=lambda item: item[1], default=("", 0.0))
         waits = f"; waits {100 * slow[1] / t.step_s:.0f}% for {slow[0]}" if slow[1] > 0.02 * t.step_s else ""
-        again = f"; recomputes {100 * plan.recomputed_flops:.0f}%" if plan.recomputed_flops > 0.02 else ""
+        again = f"; {100 * plan.recomputed_flops:.0f}% more FLOPs than the model's" if plan.recomputed_flops > 0.02 else ""
         reason = f"{plan.headroom_bytes / 2**30:.1f} GiB left{waits}{again}"
     fits = plan.verdict != "does not fit"
     return Result(settings, plan.peak_bytes, t.step_s, t.exposed_s, plan.tokens_per_s, plan.mfu, fits, reason)
