@@ -167,10 +167,13 @@ def _behind(module: hlo.Module, collective: hlo.Collective) -> str:
 
 
 def _product(instruction: hlo.Instruction) -> str:
-    if instruction.opcode == "while":
-        return "a loop"
-    parts = [part for part in instruction.op_name.split("/") if part != "dot_general"]
-    return parts[-1] if parts else instruction.opcode
+    return "a loop" if instruction.opcode == "while" else product_name(instruction.op_name) or instruction.opcode
+
+
+def product_name(op_name: str) -> str:
+    """What product it is, as "BTD,DF->BTF", from the name of where it was traced."""
+    parts = [part for part in op_name.split("/") if part != "dot_general"]
+    return re.sub(r"^\w+\((.*)\)$", r"\1", parts[-1]) if parts else ""
 
 
 def _sums(lines, value) -> dict:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import memory
 from jaxtrain.plan.advice import Alternative
+from jaxtrain.plan.communication import product_name
 from jaxtrain.plan.report import GIB, SHOWN_BUFFERS, differences, gib, heading
 from jaxtrain.plan.roofline import ERROR_BAND
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
@@ -27,7 +28,7 @@ COLORS = {
     "gathered": "#7e57a8",
     "logits": "#c0504d",
     "collectives": "#a64d79",
-    "attention": "#8fbc5a",
+    "attention": "#5b9aa0",
     "kernels": "#b7b7a4",
     "batch": "#76a5af",
     "block": "#9bbb59",
@@ -58,8 +59,8 @@ h3{font-size:14px;margin:18px 0 4px;font-weight:600} p{margin:4px 0 8px;color:#5
 table{border-collapse:collapse;font-size:13px;margin:6px 0} th{text-align:left;font-weight:600;color:#444}
 td,th{padding:2px 14px 2px 0;vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td:first-child{white-space:nowrap}
-td.code{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;overflow-wrap:anywhere}
+td:first-child,td.one{white-space:nowrap}
+td.code{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;white-space:nowrap}
 tr.sum td{border-top:1px solid #bbb;font-weight:600}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:7px}
 .legend span{margin-right:16px;white-space:nowrap;font-size:12px;color:#444} svg{display:block;max-width:100%;height:auto}
@@ -192,7 +193,7 @@ def _why(plan: Plan) -> str:
     if not plan.ledger:
         return ""
     items = "".join(
-        f"<li>{memory.ROWS[row]}: {(size - closed) / GIB:+.2f} GiB against the formula. {_text(WHY[row]).capitalize()}.</li>"
+        f"<li>{memory.ROWS[row]}: {(size - closed) / GIB:+.2f} GiB against the formula: {_text(WHY[row])}.</li>"
         for row, size, closed in differences(plan)
     )
     exact = (
@@ -333,29 +334,30 @@ def _strip(name: str, spans: Sequence[Span], seconds: float) -> str:
         x = left + tick / 1e3 * scale
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4}" y2="{y}" stroke="#888"/>')
         drawn.append(f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle">{tick:g}</text>')
-    drawn.append(f'<text x="{WIDTH}" y="{y + 12}" text-anchor="end">ms</text>')
+    drawn.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">ms</text>')
     return f"<h3>{name.capitalize()}: {1e3 * seconds:.2f} ms</h3>" + _svg(drawn, y + 18)
 
 
 def _label(span: Span) -> str:
     """What fits into a piece of a strip."""
     if span.kind == "product":
-        parts = [part for part in span.name.split("/") if part != "dot_general"]
-        return parts[-1] if parts else "product"
+        return product_name(span.name) or "product"
     return {"attention": "attention", "wait": "wait", "memory": ""}.get(span.kind, span.kind)
 
 
 def _buffers(plan: Plan) -> str:
     rows = [
-        (gib(p.size), memory.ROWS[p.row], p.name, p.shape, p.source, _short(p.op_name))
+        (gib(p.size), memory.ROWS[p.row], p.name, p.shape, p.source or _short(p.op_name))
         for p in plan.ledger.pieces[:SHOWN_BUFFERS]
     ]
-    return _table(("GiB", "row", "what", "array", "source", "operation"), rows, numbers=(0,), code=(2, 3, 4, 5))
+    return _table(("GiB", "row", "what", "array", "from"), rows, numbers=(0,), code=(2, 3, 4))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers=(), code=()) -> str:
     def cell(tag, column, text):
-        style = "n" if column in numbers else "code" if column in code and tag == "td" else ""
+        style = (
+            "n" if column in numbers else "" if tag == "th" else "code" if column in code else "one" if len(text) < 24 else ""
+        )
         return f"<{tag}{f' class={style!r}' if style else ''}>{_text(text)}</{tag}>"
 
     lines = [f"<tr>{''.join(cell('th', i, text) for i, text in enumerate(head))}</tr>"]

@@ -121,7 +121,11 @@ def _memory(plan: Plan, console: Console) -> None:
     if plan.ledger.host:
         console.print(f"  Pinned host memory: {gib(sum(plan.ledger.host.values()))} GiB a GPU")
     for row, size, closed in differences(plan):
-        console.print(f"  {memory.ROWS[row]}: {gib(size - closed)} GiB more or less: {WHY[row]}", markup=False, soft_wrap=True)
+        console.print(
+            f"  {memory.ROWS[row]}: {(size - closed) / GIB:+.2f} GiB against the formula: {WHY[row]}",
+            markup=False,
+            soft_wrap=True,
+        )
     table = Table(box=None, pad_edge=False, title=f"\nLargest {SHOWN_BUFFERS} buffers at the peak, GiB", title_justify="left")
     for title, justify in (("GiB", "right"), ("row", "left"), ("what", "left"), ("array", "left"), ("from", "left")):
         table.add_column(title, justify=justify)
