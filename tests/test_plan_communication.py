@@ -71,7 +71,7 @@ def test_lines_say_what_they_are_for():
     assert sum(size for (purpose, _), size in by_purpose.items() if purpose == "other") < 2**28
     hidden = [line for line in lines if line.state == "hidden"]
     assert hidden and all(line.behind for line in hidden)
-    assert all(line.waited_s <= line.seconds * 1.001 for line in lines)
+    assert sum(line.waited_s for line in lines) <= sum(line.seconds for line in lines), "some wait for others on the same link"
 
 
 @needs_plugin
