@@ -5,6 +5,8 @@ Memory of temporaries and the schedule are the GPU compiler's to know; none of t
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import ml_collections
 
@@ -45,7 +47,8 @@ def _have_devices(count: int) -> bool:
 
 def _traffic(config, topology, closed) -> communication.Communication:
     program = build_program(config, mesh.build(config, jax.devices("cpu")[: topology.size]))
-    text = program.train_step.lower(*program.abstract_step_arguments()).compile().as_text()
+    lowered = program.train_step.lower(*program.abstract_step_arguments())
+    text = lowered.compile(compiler_options=runtime.run_once_options("cpu")).as_text()
     module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
     found = hlo.collectives(module, shape)
     nothing = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {})
@@ -55,4 +58,4 @@ def _traffic(config, topology, closed) -> communication.Communication:
     )
     # A CPU runs every collective in line: that nothing hides them says nothing about GPUs.
     kept = tuple(flag for flag in result.flags if flag.name != "synchronous collective")
-    return communication.dataclasses.replace(result, flags=kept)
+    return dataclasses.replace(result, flags=kept)
