@@ -9,7 +9,7 @@ import re
 
 import pytest
 import tiny
-from planned import config, needs_plugin, plan
+from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
 from jaxtrain.config import ConfigError
@@ -142,7 +142,11 @@ def test_without_the_plugin():
     assert found.peak_bytes == found.closed.total and found.timeline is None
     assert found.communication.axis_bytes["fsdp"] > 0 and "fsdp" in text
     assert "By formula only" in page.render(found, ()) and json.dumps(report.as_json(found, ()))
-    large = fallback.study(config(), compile.parse_topology("h100:16x8"), "llama3_8b", "no plugin here")
+    llama = fallback.study(config(*ONE_ROW), compile.parse_topology("h200:1x8"), "llama3_8b", "no plugin here")
+    formula = llama.closed.axis_bytes()
+    assert set(formula) == {"fsdp"} and llama.communication.axis_bytes["fsdp"] == pytest.approx(formula["fsdp"], rel=0.02)
+    assert {line.dtype for line in llama.communication.lines if line.purpose == "weights"} == {"bf16"}
+    large = fallback.study(config(), compile.parse_topology("h100:64x8"), "llama3_8b", "no plugin here")
     assert large.communication is None and large.closed.total > 2**33
 
 

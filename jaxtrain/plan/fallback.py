@@ -1,6 +1,7 @@
-"""A plan without the CUDA plugin: the closed form, and the collectives of the program compiled for as many fake CPU devices.
+"""A plan without the CUDA plugin: the closed form, and the collectives that the program itself makes, on fake CPU devices.
 
-Memory of temporaries and the schedule are the GPU compiler's to know; none of them is guessed here.
+All collectives are calls in the program, so what is traced has them without a compiler; a CPU's would widen bfloat16. Memory of
+temporaries and the schedule are the GPU compiler's to know; none of them is guessed here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from jaxtrain.plan import closed_form, communication, compile, facts, hlo, roofl
 from jaxtrain.plan.study import Plan, about
 from jaxtrain.train.program import build_program
 
-MAX_DEVICES = 64  # that one process pretends to have
+MAX_DEVICES = 256  # that one process pretends to have
 
 
 def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: str, reason: str) -> Plan:
     """As `study.study`, of what can be said without the plugin. The first line of the report says that it is this."""
-    first = f"By formula only, and traffic from the CPU's compiler: {reason}"
+    first = f"By formula only, and the collectives of the program as traced: {reason}"
     closed = closed_form.closed_form(config, topology.size)
     spoken = None
     if topology.size <= MAX_DEVICES and _have_devices(topology.size):
@@ -47,8 +48,7 @@ def _have_devices(count: int) -> bool:
 
 def _traffic(config, topology, closed) -> communication.Communication:
     program = build_program(config, mesh.build(config, jax.devices("cpu")[: topology.size]))
-    lowered = program.train_step.lower(*program.abstract_step_arguments())
-    text = lowered.compile(compiler_options=runtime.run_once_options("cpu")).as_text()
+    text = program.train_step.lower(*program.abstract_step_arguments()).as_text(dialect="hlo")
     module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
     found = hlo.collectives(module, shape)
     nothing = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {})
@@ -56,6 +56,7 @@ def _traffic(config, topology, closed) -> communication.Communication:
     result = communication.communication(
         module, found, nothing, links, facts.of(program), closed.axis_bytes(), config.precision.compute_dtype
     )
-    # A CPU runs every collective in line: that nothing hides them says nothing about GPUs.
-    kept = tuple(flag for flag in result.flags if flag.name != "synchronous collective")
-    return dataclasses.replace(result, flags=kept)
+    # What is not compiled yet has no names of operations to tell written collectives by, and hides none.
+    kept = tuple(flag for flag in result.flags if flag.name not in ("synchronous collective", "resharding"))
+    lines = tuple(dataclasses.replace(line, state="", waited_s=0.0) for line in result.lines)
+    return dataclasses.replace(result, flags=kept, lines=lines)

@@ -8,6 +8,7 @@ not asked here. Nothing imports jax: a text is enough.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -157,7 +158,7 @@ def parse(text: str) -> Module:
     """The text of `compiled.as_text()`. Raises ValueError when it has no entry computation."""
     computations, entry, name, lines = {}, "", "", []
     for line in text.splitlines():
-        if line.startswith(("%", "ENTRY ")) and line.rstrip().endswith("{"):
+        if not line.startswith((" ", "}", "HloModule ")) and line.rstrip().endswith("{"):
             name, lines = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)[1], []
             entry = name if line.startswith("ENTRY ") else entry
         elif line.startswith("}") and name:
@@ -208,19 +209,25 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
         return int(count)
     index = loop.backend_config.get("known_induction_variable", {}).get("tuple_index")
     names = dict(re.findall(r"\b(body|condition)=%?([\w.\-]+)", loop.attributes))
-    if index is None or len(names) < 2:
+    if len(names) < 2:
         return None
     condition, body = (module.computations[names[part]] for part in ("condition", "body"))
-    try:
-        counter = _scalar(module, computation, _element(computation, loop.operands[0], int(index)), ())
-        last = _element(body, next(i.name for i in body.instructions if i.is_root), int(index))
-        root = next(i.name for i in condition.instructions if i.is_root)
-        for count in range(MAX_TRIPS):
-            if not _scalar(module, condition, root, {int(index): counter}):
-                return count
-            counter = _scalar(module, body, last, {int(index): counter})
-    except (KeyError, IndexError, ValueError, StopIteration, RecursionError):
-        return None
+    whole = [i for i, shape in enumerate(arrays(loop.shape)) if shape == ("s32", ())]
+    for place in whole if index is None else [int(index)]:
+        with contextlib.suppress(KeyError, IndexError, ValueError, StopIteration, RecursionError):
+            return _counted(module, computation, loop, condition, body, place)
+    return None
+
+
+def _counted(module, computation, loop, condition, body, index) -> int | None:
+    """Runs of a loop by the element of its state that counts them. Raises as `_scalar` when another does."""
+    counter = _scalar(module, computation, _element(computation, loop.operands[0], index), ())
+    last = _element(body, next(i.name for i in body.instructions if i.is_root), index)
+    root = next(i.name for i in condition.instructions if i.is_root)
+    for count in range(MAX_TRIPS):
+        if not _scalar(module, condition, root, {index: counter}):
+            return count
+        counter = _scalar(module, body, last, {index: counter})
     return None
 
 
