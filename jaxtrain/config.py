@@ -259,6 +259,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
         "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
+        "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
         "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none."),
     },
 }
@@ -430,7 +431,7 @@ def _override(config: ml_collections.ConfigDict, dotted: str, text: str) -> tupl
     if section not in SETTINGS or key not in SETTINGS[section]:
         return False, f"--config.{dotted}: unknown key{nearest_key(key or section, section if key else None, SETTINGS)}"
     try:
-        value = _parse(SETTINGS[section][key], text)
+        value = parse(SETTINGS[section][key], text)
     except ValueError:
         return True, f"--config.{dotted}: expected {SETTINGS[section][key].type.__name__}, got {text!r}"
     if isinstance(config.get(section), ml_collections.ConfigDict):  # otherwise the section itself is the problem
@@ -441,7 +442,7 @@ def _override(config: ml_collections.ConfigDict, dotted: str, text: str) -> tupl
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
-def _parse(setting: Setting, text: str) -> Any:
+def parse(setting: Setting, text: str) -> Any:
     """The text of an override as the setting's type; whole numbers may be written 1000, 1_000 or 1e3. Raises ValueError."""
     if setting.optional and text.lower() == "none":
         return None
@@ -481,7 +482,7 @@ def _value_problem(setting: Setting, value: Any) -> str | None:
             hint = f"; write ({value!r},)"
         elif isinstance(value, str):
             with contextlib.suppress(ValueError):
-                hint = f"; write {_parse(setting, value)!r} without quotes"
+                hint = f"; write {parse(setting, value)!r} without quotes"
         return f"expected {setting.type.__name__}, got {type(value).__name__} {value!r}{hint}"
     if setting.type is tuple and not all(isinstance(part, str) for part in value):
         return f"expected a tuple of strings, got {value!r}"

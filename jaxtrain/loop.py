@@ -28,6 +28,7 @@ from jaxtrain.observe.metrics import MetricsWriter, write_summary
 from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.observe.throughput import Throughput
 from jaxtrain.optimizer import learning_rate
+from jaxtrain.plan import preflight
 from jaxtrain.train.program import Program, build_program
 from jaxtrain.train.state import TrainState
 from jaxtrain.validate import AXES, require_valid
@@ -52,12 +53,14 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     _announce(config, program, corpus)
     checkpoint = config.checkpoint
     with Checkpointer(workdir, checkpoint.save_every_steps, checkpoint.keep_last, checkpoint.keep_every_steps) as checkpointer:
-        restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are made while the step compiles
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are read or made while the step compiles
             compiling = pool.submit(_compile_step, program)
+            if config.runtime.check_memory:
+                preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
+            restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
             state, _, start = restored or (program.init(config.train.seed), None, 0)
             step_compiled, compile_s = compiling.result()
-        log.info("Step compiled in %.1f s", compile_s)
+        log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
         if restored:
             log.info("Continuing from the checkpoint of step %d", start)
         resolved = _resolved(config, program)
@@ -235,6 +238,7 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
     count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", runtime.devices_summary())
     log.info("Model: %s parameters, mesh %s, ZeRO stage %d", f"{count:,}", shown, config.sharding.zero_stage)
+    log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxtrain.plan import groups as device_groups
 from jaxtrain.plan import hlo
 
 MESH = {"data": 2, "fsdp": 4}
@@ -112,6 +113,54 @@ def test_what_is_computed_meanwhile(found):
     assert not found["everybody"].asynchronous, "XLA keeps the pair but runs it on the compute stream"
 
 
+COUNTED = """HloModule counted, is_scheduled=true
+
+%less (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %limit = s32[] constant(7)
+  ROOT %lt = pred[] compare(%p, %limit), direction=LT
+}
+
+%next (a: s32[], b: s32[]) -> s32[] {
+  %b = s32[] parameter(1)
+  %a = s32[] parameter(0)
+  ROOT %sum = s32[] add(%a, %b)
+}
+
+%body (state: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %state = (f32[8]{0}, s32[]) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%state), index=0
+  %i = s32[] get-tuple-element(%state), index=1
+  %two = s32[] constant(2)
+  %y = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+  %j = s32[] fusion(%i, %two), kind=kLoop, calls=%next
+  ROOT %t = (f32[8]{0}, s32[]) tuple(%y, %j)
+}
+
+%condition (state: (f32[8], s32[])) -> pred[] {
+  %state = (f32[8]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=1
+  ROOT %go = pred[] fusion(%i), kind=kLoop, calls=%less
+}
+
+ENTRY %main (x: f32[8]) -> (f32[8], s32[]) {
+  %x = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %copy = s32[] copy(%zero)
+  %start = (f32[8]{0}, s32[]) tuple(%x, %copy)
+  ROOT %loop = (f32[8]{0}, s32[]) while(%start), condition=%condition, body=%body, \
+backend_config={"known_induction_variable":{"tuple_index":"1"}}
+}
+"""
+
+
+def test_loops_without_a_trip_count_are_counted():
+    """XLA notes only the counter of loops that it has rewritten: 0, 2, 4, 6 are less than 7."""
+    assert [c.executions for c in hlo.collectives(hlo.parse(COUNTED), MESH)] == [4]
+    unknown = COUNTED.replace("constant(7)", "partition-id()")
+    assert hlo.collectives(hlo.parse(unknown), MESH)[0].loops[0].trips is None
+
+
 def test_unknown_trip_counts_are_said():
     text = TEXT.replace('"known_trip_count":{"n":"6"}', "")
     gather = hlo.collectives(hlo.parse(text), MESH)[0]
@@ -136,7 +185,9 @@ def test_unknown_trip_counts_are_said():
     ],
 )
 def test_groups_of_devices(text, groups):
-    assert hlo.replica_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}", 8) == [tuple(g) for g in groups]
+    assert device_groups.replica_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}", 8) == [
+        tuple(g) for g in groups
+    ]
 
 
 def test_shapes():

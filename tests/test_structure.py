@@ -12,13 +12,13 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Module or package under jaxtrain: its layer. A module may import from its own layer or from lower ones.
 LAYERS = {
-    0: "config nearest validate errors hardware precision heads activations miniature",
+    0: "activations config nearest validate errors hardware precision heads miniature",
     1: "runtime mesh sharding overlap flops",
     2: "model memory",
     3: "pipeline optimizer data",
     4: "train checkpoint checkpoint_files checkpoint_arrays hf",
     5: "observe evaluate plan",
-    6: "main loop generate parity",
+    6: "main loop generate parity tune",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.sharding", "jaxtrain.mesh"}
@@ -73,6 +73,8 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
 
 def _layer(name: str) -> int:
     parts = name.split(".")
+    if parts[-1] == "__main__":  # a command, whatever package it is of
+        return max(LAYERS)
     return LAYER_OF[parts[1]] if len(parts) > 1 else 0
 
 

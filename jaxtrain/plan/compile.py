@@ -6,12 +6,16 @@ matrix products is not the real one, since XLA finds it by timing them (autotuni
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib.metadata
+import pathlib
 import re
+import tempfile
 import time
 import unittest.mock
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +26,7 @@ from jaxtrain import hardware, mesh, runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import Gpu
-from jaxtrain.plan import hlo
+from jaxtrain.plan import buffers, hlo
 from jaxtrain.sharding import DescribedHost
 from jaxtrain.train.program import Program, build_program
 
@@ -54,7 +58,7 @@ class Memory:
     output: int
     alias: int
     temp: int
-    peak: int
+    peak: int  # as XLA says it: without what fragmentation adds
     host: int  # pinned host memory of all kinds together
 
 
@@ -68,8 +72,19 @@ class Compiled:
     executable: jax.stages.Compiled
     text: str  # scheduled HLO
     memory: Memory
+    hlo_proto: bytes  # of the compiled module, with XLA's buffer assignment
     lower_s: float  # building, tracing and lowering
     compile_s: float
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        """The scheduled program."""
+        return hlo.parse(self.text)
+
+    @functools.cached_property
+    def assignment(self) -> buffers.Assignment:
+        """Every buffer of the program."""
+        return buffers.read(self.hlo_proto)
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -77,7 +92,7 @@ class Compiled:
 
     def collectives(self) -> list[hlo.Collective]:
         """Every collective of the step."""
-        return hlo.collectives(hlo.parse(self.text), self.mesh_shape)
+        return hlo.collectives(self.module, self.mesh_shape)
 
 
 def parse_topology(text: str) -> Topology:
@@ -138,7 +153,8 @@ def compile_step(
 
     Args:
       options: XLA flags without dashes -> value as in XLA_FLAGS, for this compilation alone. XLA_FLAGS themselves count
-        too, for all compilations of a process, from the time that it first loads the CUDA plugin.
+        too, for all compilations of a process, from the time that it first loads the CUDA plugin; but for xla_dump_to, which
+        is needed to get at the buffers: give it here to keep what XLA dumps.
 
     Raises ConfigError for a topology that is none, a config that does not fit it, or an unknown option; UserError without
     the CUDA plugin.
@@ -151,8 +167,11 @@ def compile_step(
     lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
     try:
-        with unittest.mock.patch.object(DescribedHost, "kind", None):
-            executable = lowered.compile(compiler_options=options)
+        with _dump_folder(options) as folder, unittest.mock.patch.object(DescribedHost, "kind", None):
+            dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
+            executable = lowered.compile(compiler_options=options | dump)
+            [proto] = folder.glob("*after_optimizations.hlo.pb")
+            hlo_proto = proto.read_bytes()
     except jax.errors.JaxRuntimeError as error:
         if problem := _refused_option(str(error)):
             raise ConfigError([problem]) from error
@@ -164,6 +183,7 @@ def compile_step(
         executable=executable,
         text=executable.as_text(),
         memory=_memory(executable.memory_analysis()),
+        hlo_proto=hlo_proto,
         lower_s=lowered_at - started,
         compile_s=time.monotonic() - lowered_at,
     )
@@ -180,6 +200,15 @@ def option_values(flags: Mapping[str, Any]) -> dict[str, Any]:
         if re.fullmatch(r"xla_gpu_pipeline_\w+", name) and str(value).lower() in ("default", "off", "on", "explicit"):
             values[name] = f"COLLECTIVE_PIPELINING_MODE_{value.upper()}"
     return values
+
+
+@contextlib.contextmanager
+def _dump_folder(options: Mapping[str, Any]) -> Iterator[pathlib.Path]:
+    if "xla_dump_to" in options:
+        yield pathlib.Path(options["xla_dump_to"])
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxtrain_plan_") as folder:
+        yield pathlib.Path(folder)
 
 
 def _refused_option(message: str) -> str:

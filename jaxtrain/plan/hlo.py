@@ -8,13 +8,15 @@ not asked here. Nothing imports jax: a text is enough.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+
+from jaxtrain.plan import groups
 
 KINDS = (
     "all-gather",
@@ -25,11 +27,11 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+MAX_TRIPS = 100_000  # of loops that have to be counted
 # Bits of an element; what is not here has its size in its name (s32, f8e4m3fn, bf16, c64). Tokens and opaque values have none.
 _ODD_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _HEAD = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
-_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _PRODUCT_CALLS = re.compile(r"__cublas|__cudnn\$|cutlass|triton_gemm|__op\$.*gemm", re.IGNORECASE)
 
 
@@ -43,6 +45,8 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str  # everything after the operands
     is_root: bool
+    parameter: int | None = None  # which of its computation's parameters it is
+    literal: str = ""  # value of a constant, as printed
 
     @property
     def op_name(self) -> str:
@@ -154,7 +158,7 @@ def parse(text: str) -> Module:
     """The text of `compiled.as_text()`. Raises ValueError when it has no entry computation."""
     computations, entry, name, lines = {}, "", "", []
     for line in text.splitlines():
-        if line.startswith(("%", "ENTRY ")) and line.rstrip().endswith("{"):
+        if not line.startswith((" ", "}", "HloModule ")) and line.rstrip().endswith("{"):
             name, lines = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)[1], []
             entry = name if line.startswith("ENTRY ") else entry
         elif line.startswith("}") and name:
@@ -192,12 +196,39 @@ def paths(module: Module) -> dict[str, list[tuple[Loop, ...]]]:
         for instruction in module.computations[name].instructions:
             if instruction.opcode == "while":
                 body = _first(r"\bbody=%?([\w.\-]+)", instruction.attributes)
-                count = instruction.backend_config.get("known_trip_count", {}).get("n")
-                loop = Loop(body, None if count is None else int(count))
+                loop = Loop(body, trip_count(module, module.computations[name], instruction))
                 waiting += [(called, (*loops, loop)) for called in instruction.called]
             elif not _collective(module, instruction):  # what an async wrapper runs is that collective
                 waiting += [(called, loops) for called in instruction.called]
     return dict(found)
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a while loop runs: as XLA notes it, else by counting with its counter. None if that cannot be told."""
+    if count := loop.backend_config.get("known_trip_count", {}).get("n"):
+        return int(count)
+    index = loop.backend_config.get("known_induction_variable", {}).get("tuple_index")
+    names = dict(re.findall(r"\b(body|condition)=%?([\w.\-]+)", loop.attributes))
+    if len(names) < 2:
+        return None
+    condition, body = (module.computations[names[part]] for part in ("condition", "body"))
+    whole = [i for i, shape in enumerate(arrays(loop.shape)) if shape == ("s32", ())]
+    for place in whole if index is None else [int(index)]:
+        with contextlib.suppress(KeyError, IndexError, ValueError, StopIteration, RecursionError):
+            return _counted(module, computation, loop, condition, body, place)
+    return None
+
+
+def _counted(module, computation, loop, condition, body, index) -> int | None:
+    """Runs of a loop by the element of its state that counts them. Raises as `_scalar` when another does."""
+    counter = _scalar(module, computation, _element(computation, loop.operands[0], index), ())
+    last = _element(body, next(i.name for i in body.instructions if i.is_root), index)
+    root = next(i.name for i in condition.instructions if i.is_root)
+    for count in range(MAX_TRIPS):
+        if not _scalar(module, condition, root, {index: counter}):
+            return count
+        counter = _scalar(module, body, last, {index: counter})
+    return None
 
 
 def shape_bytes(shape: str) -> int:
@@ -210,38 +241,55 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape)]
 
 
-def replica_groups(attributes: str, devices: int) -> list[tuple[int, ...]]:
-    """The groups of devices that a collective joins, each in its order; for permutes the pairs of source and target.
+def channel_axes(module: Module, mesh_shape: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    """Channel of a collective -> the mesh axes it joins: also of those that the text hides in asynchronous wrappers."""
+    devices, found = math.prod(mesh_shape.values()), {}
+    for _, instruction in module.instructions():
+        if channel := _first(r"\bchannel_id=(\d+)", instruction.attributes):
+            found[int(channel)] = groups.group_axes(groups.replica_groups(instruction.attributes, devices), mesh_shape)
+    return found
 
-    Reads {{0,1},{2,3}}, [2,4]<=[8], [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {'b'}, the last also with sub-axes, 'b':(1)2,
-    and with another order of devices, mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)). No groups at all means everybody.
+
+_ARITHMETIC = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "NE": lambda a, b: a != b,
+    "EQ": lambda a, b: a == b,
+}
+
+
+def _element(computation: Computation, name: str, index: int) -> str:
+    """The operand of a tuple, looked for behind copies."""
+    instruction = computation.by_name[name]
+    return (
+        instruction.operands[index] if instruction.opcode == "tuple" else _element(computation, instruction.operands[0], index)
+    )
+
+
+def _scalar(module: Module, computation: Computation, name: str, arguments) -> int:
+    """The value of a whole number that depends on constants and arguments alone (of a tuple argument, its elements).
+
+    Raises KeyError, ValueError or IndexError for any other.
     """
-    if pairs := _first(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attributes):
-        return [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs)]
-    if match := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", attributes):
-        size = _numbers(match[1])[1]
-        return _cut(_transposed(match[2], match[3]), size)
-    if match := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?\s*\{([^}]*)\}", attributes
-    ):
-        order, size = _mesh_order(match[1], match[3])
-        if iota := re.fullmatch(_IOTA, match[2] or ""):
-            ids = _transposed(iota[1], iota[2])
-        else:
-            ids = _numbers(match[2] or "") or range(devices)
-        return _cut([ids[place] for place in order], size)
-    if groups := _first(r"replica_groups=\{((?:\{[\d,]*\},?\s*)+)\}", attributes):
-        return [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", groups)]
-    return [tuple(range(devices))]
-
-
-def group_axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which devices of the same group differ, in mesh order."""
-    differ = set()
-    for group in groups:
-        places = [_coordinates(device, mesh_shape) for device in group]
-        differ |= {axis for axis in mesh_shape if len({place[axis] for place in places}) > 1}
-    return tuple(axis for axis in mesh_shape if axis in differ)
+    i = computation.by_name[name]
+    if i.opcode == "constant":
+        return {"true": 1, "false": 0}.get(i.literal) if i.literal in ("true", "false") else int(i.literal)
+    if i.opcode == "parameter":
+        return arguments[i.parameter]
+    if i.opcode == "get-tuple-element" and computation.by_name[i.operands[0]].opcode == "parameter":
+        return arguments[int(_first(r"\bindex=(\d+)", i.attributes))]
+    values = [_scalar(module, computation, operand, arguments) for operand in i.operands]
+    if i.opcode in ("fusion", "call"):
+        inner = module.computations[i.called[0]]
+        return _scalar(module, inner, next(n.name for n in inner.instructions if n.is_root), dict(enumerate(values)))
+    if i.opcode in ("copy", "convert", "bitcast"):
+        return values[0]
+    return _ARITHMETIC[_first(r"direction=(\w+)", i.attributes) if i.opcode == "compare" else i.opcode](*values)
 
 
 def _record(computation, position, inner, loops, mesh_shape, products) -> Collective:
@@ -249,8 +297,8 @@ def _record(computation, position, inner, loops, mesh_shape, products) -> Collec
     kind = _kind(inner)
     operands = [array for name in instruction.operands for array in arrays(_shape_of(computation, name))]
     size = sum(math.prod(dims) * _bits(dtype) // 8 for dtype, dims in operands)
-    groups = replica_groups(inner.attributes, math.prod(mesh_shape.values()))
-    members = max(map(len, groups))
+    joined = groups.replica_groups(inner.attributes, math.prod(mesh_shape.values()))
+    members = max(map(len, joined))
     asynchronous = instruction.opcode.endswith("-start") and not _is_sync(instruction, inner)
     between = _between(computation, position) if asynchronous else []
     kernels = [
@@ -265,7 +313,7 @@ def _record(computation, position, inner, loops, mesh_shape, products) -> Collec
         operands=tuple(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in operands),
         operand_bytes=size,
         wire_bytes=_wire_bytes(kind, size, members),
-        axes=group_axes(groups, mesh_shape),
+        axes=groups.group_axes(joined, mesh_shape),
         group_size=members,
         loops=loops,
         executions=math.prod(loop.trips or 1 for loop in loops),
@@ -351,7 +399,10 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(rest, opcode.end())
     operands = () if opcode[0] in ("constant", "parameter") else _operands(rest[opcode.end() + 1 : close])
-    return Instruction(head[2], opcode[0], shape, operands, rest[close + 1 :], bool(head[1]))
+    inside = rest[opcode.end() + 1 : close]
+    number = int(inside) if opcode[0] == "parameter" else None
+    literal = inside if opcode[0] == "constant" else ""
+    return Instruction(head[2], opcode[0], shape, operands, rest[close + 1 :], bool(head[1]), number, literal)
 
 
 def _operands(text: str) -> tuple[str, ...]:
@@ -371,63 +422,8 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _mesh_order(mesh: str, axes: str) -> tuple[list[int], int]:
-    """Places of a mesh such that those of a group follow each other, and the size of a group.
-
-    Axes are listed major to minor. x:(m)n is part of axis x: of a number along it the digit with n values, m values before it.
-    """
-    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=\s]+)'?=(\d+)", mesh)}
-    wanted = [
-        (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
-        for name, before, size in re.findall(r"'?([^',:()\s]+)'?(?::\((\d+)\)(\d+))?", axes)
-    ]
-    dims, digits = [], []  # the mesh, with axes cut up where a part of them is meant
-    for name, size in sizes.items():
-        cuts = sorted({1, size}.union(*({low, high} for axis, low, high in wanted if axis == name)))
-        for low, high in itertools.pairwise(cuts):
-            digits.append((name, low))
-            dims.append(high // low)
-    inner = [
-        place
-        for axis, low, high in wanted
-        for place, (name, start) in enumerate(digits)
-        if name == axis and low <= start < high
-    ]
-    outer = [place for place in range(len(dims)) if place not in inner]
-    return _permuted(dims, [*outer, *inner]), math.prod(dims[place] for place in inner)
-
-
-def _transposed(dims: str, permutation: str | None) -> list[int]:
-    sizes = _numbers(dims)
-    return _permuted(sizes, _numbers(permutation) if permutation else range(len(sizes)))
-
-
-def _permuted(dims: Sequence[int], permutation: Iterable[int]) -> list[int]:
-    """The numbers 0.. laid out as an array of `dims`, its dimensions permuted, read in order."""
-    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
-    order = [0]
-    for d in permutation:
-        order = [base + step * strides[d] for base in order for step in range(dims[d])]
-    return order
-
-
-def _cut(devices: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
-
-
-def _coordinates(device: int, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    place = {}
-    for axis in reversed(mesh_shape):
-        device, place[axis] = divmod(device, mesh_shape[axis])
-    return place
-
-
 def _bits(dtype: str) -> int:
     return _ODD_BITS[dtype] if dtype in _ODD_BITS else int(re.search(r"\d+", dtype)[0])
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
 
 
 def _first(pattern: str, text: str) -> str:

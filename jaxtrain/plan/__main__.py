@@ -1,0 +1,68 @@
+"""Plans: `python -m jaxtrain.plan --config=configs/x.py --topology=h200:1x8 [--config.section.key=VALUE ...]`.
+
+Memory, communication and time of the training step on a cluster that need not be there: nothing is allocated, no device asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.errors import UserError
+from jaxtrain.main import command, load_config
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The planning command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxtrain.plan",
+        description="Compiles the training step of a config for a GPU cluster, without GPUs, and says what it needs.",
+        epilog="Settings are given as --config.section.key=VALUE; python -m jaxtrain.main --help lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--topology", required=True, help="GPU:NODESxGPUS, as h200:1x8, h100:32x8, gb200:1x72, a100-80g:4x8")
+    parser.add_argument("--json", default="", help="also write the whole plan to this file")
+    parser.add_argument("--html", default="", help="also write a page to this file, to be opened in a browser")
+    parser.add_argument("--compare", default="", help="KEY or KEY=A,B,C: plan each value of a setting, in one table")
+    parser.add_argument("--advise_s", type=float, default=20.0, help="time for compiling alternatives, in seconds; 0: none")
+    config, args = load_config(arguments, parser)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the plan
+    from rich.console import Console  # late: a refused config must not wait for jax
+
+    from jaxtrain.observe.progress import setup_logging
+    from jaxtrain.plan import advice, compare, compile, fallback, page, report
+    from jaxtrain.plan.study import study
+
+    setup_logging()
+    console = Console(highlight=False)
+    topology = compile.parse_topology(args.topology)
+    if args.compare:
+        compare.show(compare.compare(config, topology, args.compare), console)
+        return
+    name = pathlib.Path(args.config.partition(":")[0]).stem
+    if reason := compile.unavailable():
+        plan, found = fallback.study(config, topology, name, reason), ()
+    else:
+        plan = study(config, topology, name)
+        found = advice.alternatives(config, plan, args.advise_s)
+    report.show(plan, found, console)
+    for path, text in (
+        (args.json, lambda: json.dumps(report.as_json(plan, found), indent=1)),
+        (args.html, lambda: page.render(plan, found)),
+    ):
+        if path:
+            _write(path, text())
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        pathlib.Path(path).write_text(text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,331 @@
+"""Memory and traffic of a step by formula, from the config alone: nothing is traced or compiled, so thousands take a second.
+
+Three things: the ledger of 16 bytes per parameter by ZeRO stage (Rajbhandari et al. 2020, section 3 and 5); activations by the
+formulas of Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4 and 5), as
+published and for what this package keeps by name; and the bytes each device sends per step along each mesh axis. State bytes
+are those of the real shards. What depends on the compiler (temporaries, fragmentation) is not here: `compile` says it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from jaxtrain import optimizer as optimizers
+from jaxtrain.activations import KEPT
+from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, make_layout
+from jaxtrain.validate import AXES, mesh_sizes
+
+# Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
+PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
+COUNTERS = 3 * 4  # step, skipped, skipped_in_row: int32, the same on every device
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedForm:
+    """Bytes of one device.
+
+    Attributes:
+      rows: memory by row of `memory.ROWS`; host: the same of pinned host memory.
+      activations: those kept for the backward, by name, wherever they are.
+      traffic: (mesh axis, what) -> bytes sent per step.
+      mesh: axis -> devices.
+    """
+
+    rows: dict[str, int]
+    host: dict[str, int]
+    activations: dict[str, int]
+    traffic: dict[tuple[str, str], int]
+    mesh: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All rows together."""
+        return sum(self.rows.values())
+
+    @property
+    def state(self) -> int:
+        """Master weights and optimizer state: what stays between steps."""
+        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", "adam_m", "adam_v", "optimizer"))
+
+    def axis_bytes(self) -> dict[str, int]:
+        """Bytes sent per step by mesh axis."""
+        sums: dict[str, int] = {}
+        for (axis, _), size in self.traffic.items():
+            sums[axis] = sums.get(axis, 0) + size
+        return sums
+
+
+def sixteen_phi(parameters: float, devices: int = 1, stage: int = 0) -> float:
+    """Bytes per device of weights, gradients and Adam state of `parameters` parameters, shared by `devices` in a ZeRO stage.
+
+    16 P; 4 P + 12 P / N; 2 P + 14 P / N; 16 P / N for stages 0 to 3.
+    """
+    parts = {0: 0, 1: OPTIMIZER_BYTES, 2: OPTIMIZER_BYTES + GRADIENT_BYTES, 3: 16}[stage]
+    return parameters * (16 - parts + parts / devices)
+
+
+def korthikanti(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: str = "none") -> float:
+    """Bytes of activations of one layer in 16 bits, as published (table 2).
+
+    Args:
+      s, b, h, a: positions, rows, width, heads; t: tensor-parallel devices.
+      recompute: none, selective (attention's inside), full.
+
+    For GELU MLPs of width 4h with dropout. Full recomputation keeps the layer's input: 2sbh, divided by t when sequence
+    parallelism splits it.
+    """
+    if recompute == "full":
+        return 2 * s * b * h / (t if sequence_parallel else 1)
+    scores = 5 * a * s / h if recompute == "none" else 0
+    if sequence_parallel:
+        return s * b * h * (34 + scores) / t
+    return s * b * h * (10 + (24 + scores) / t)
+
+
+def leaves(model: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
+    """Every weight of the model as (dotted name, shape with the layers, names of its dimensions), in order of names."""
+    m = model
+    d, f, n, k, h = m.embed_dim, m.mlp_dim, m.num_heads, m.num_kv_heads, m.head_dim
+    vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple
+    found: list[tuple[str, tuple[int, ...], Dims]] = []
+
+    def block(name, shape, dims):
+        found.append((f"blocks.{name}", (m.num_layers, *shape), ("layers", *dims)))
+
+    def norm(add, name, width):
+        add(f"{name}.scale", (width,), ("vector",))
+        if m.norm == "layernorm":
+            add(f"{name}.bias", (width,), ("vector",))
+
+    for name, heads, dim in (("query", n, "heads"), ("key", k, "kv_heads"), ("value", k, "kv_heads")):
+        block(f"attention.{name}.kernel", (d, heads, h), ("embed", dim, "head_dim"))
+        if m.qkv_bias:
+            block(f"attention.{name}.bias", (heads, h), (dim, "head_dim"))
+    block("attention.out.kernel", (d, n, h), ("embed", "heads", "head_dim"))
+    if m.attention_out_bias:
+        block("attention.out.bias", (d,), ("vector",))
+    if m.qk_norm:
+        for name in ("query_norm", "key_norm"):
+            block(f"attention.{name}.scale", (h,), ("vector",))
+    for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
+        block(f"mlp.{name}.kernel", (d, f), ("embed", "mlp"))
+        if m.mlp_bias:
+            block(f"mlp.{name}.bias", *(((d,), ("vector",)) if name == "down" else ((f,), ("mlp",))))
+    for name in ("attention_norm", "mlp_norm", *(("attention_post_norm", "mlp_post_norm") if m.post_norms else ())):
+        norm(block, name, d)
+    norm(lambda *leaf: found.append(leaf), "final_norm", d)
+    found.append(("embedder.table", (vocab, d), ("vocab", "embed" if m.tie_embeddings else "lookup")))
+    if not m.tie_embeddings:
+        found.append(("head.kernel", (d, vocab), ("embed", "vocab")))
+    if m.position == "learned":
+        found.append(("positions.table", (m.max_len_tokens, d), ("position", "embed")))
+    return sorted(found)
+
+
+def layout_of(config: ml_collections.ConfigDict, devices: int) -> Layout:
+    """The layout of a config on so many devices of no kind. Raises ConfigError when the mesh does not divide them."""
+    sizes = mesh_sizes(config, devices)
+    return make_layout(config, jax.sharding.AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES))
+
+
+def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
+    """Memory and traffic of a validated config on so many devices. Raises ConfigError for a mesh that does not fit them."""
+    layout = layout_of(config, devices)
+    shapes = _Shapes(config, layout)
+    activations = activation_bytes(config, layout)
+    rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
+    accumulates = config.train.accumulation_steps > 1
+    rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer")
+    if config.sharding.zero_stage in (1, 2) and layout.size("fsdp") > 1:  # gathered once a step and kept
+        rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
+    else:
+        rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
+    rows["activations"] = sum(activations.values())
+    chunk = min(config.memory.loss_chunk_tokens, shapes.rows * shapes.length)
+    rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
+    rows["batch"] = 4 * 4 * config.train.accumulation_steps * shapes.rows * shapes.length
+    host = _offloaded(config, rows, activations)
+    if "master" in host:  # the device gets copies to work with
+        rows["parameters"] = shapes.word * shapes.elements("storage", matrices=True)
+    return ClosedForm(rows, host, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})
+
+
+def _optimizer_state(config, layout, shapes) -> dict[str, int]:
+    """Bytes of the optimizer's state and of the counters on one device."""
+    rows = {"optimizer": COUNTERS}
+    for row, shape, itemsize, dims in _optimizer_arrays(tuple(shapes.leaves), config.optimizer.to_json()):
+        rows[row] = rows.get(row, 0) + math.prod(layout.local_shape(dims, "optimizer", shape)) * itemsize
+    return rows
+
+
+@functools.lru_cache(maxsize=16)
+def _optimizer_arrays(weights, settings: str) -> list[tuple[str, tuple[int, ...], int, Dims]]:
+    """(row, shape, bytes per element, names of dimensions) of each array of the real optimizer's state."""
+    abstract: dict = {}
+    names: dict = {}
+    for name, shape, dims in weights:
+        *path, last = name.split(".")
+        at, named = abstract, names
+        for key in path:
+            at, named = at.setdefault(key, {}), named.setdefault(key, {})
+        at[last], named[last] = jax.ShapeDtypeStruct(shape, np.float32), dims
+    optimizer = optimizers.make(ml_collections.ConfigDict({"optimizer": json.loads(settings)}), names)
+    found: list = []
+
+    def note(path, leaf, dims):
+        keys = jax.tree_util.keystr(path)
+        row = "adam_m" if ".mu" in keys else "adam_v" if ".nu" in keys else "optimizer"
+        found.append((row, leaf.shape, leaf.dtype.itemsize, dims))
+
+    state = jax.eval_shape(optimizer.init, abstract)
+    jax.tree_util.tree_map_with_path(note, state, optimizers.state_dims(optimizer, abstract, names))
+    return found
+
+
+def _offloaded(config, rows, activations) -> dict[str, int]:
+    """Takes what `memory.offload` names out of the rows and returns it. Counters stay on the device."""
+    host, offload = {}, config.memory.offload
+    if "master" in offload:
+        host["master"] = rows.pop("master")
+    if "moments" in offload:
+        host |= {row: rows.pop(row) for row in ("adam_m", "adam_v") if row in rows}
+    if kept := sum(size for name, size in activations.items() if name in offload):
+        rows["activations"] -= kept
+        host["activations"] = kept
+    return host
+
+
+def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, int]:
+    """What all blocks keep of one microbatch for the backward, by name.
+
+    Per layer, with b rows of s positions on the device, s' between blocks (s / tensor under sequence parallelism), N, K, F
+    of one device, in 16 bits: block_in and each of attention_in, attention_out, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
+    2bsNH + 4bsN; mlp_hidden 2bsF, twice if gated. A block that recomputes nothing also keeps "elementwise": norms in float32
+    and what activation functions and rotations give.
+    """
+    m, shapes, settings = config.model, _Shapes(config, layout), config.memory
+    b, s, own, word = shapes.rows, shapes.length, shapes.own_length, shapes.word
+    heads, kv_heads, mlp = shapes.heads, shapes.kv_heads, m.mlp_dim // layout.size("tensor")
+    residual = word * b * own * m.embed_dim
+    bytes_of = {
+        "block_in": residual,
+        "attention_in": residual,
+        "qkv": word * b * s * (heads + 2 * kv_heads) * m.head_dim,
+        "attention": b * s * heads * (word * m.head_dim + 4),
+        "attention_out": residual,
+        "mlp_in": residual,
+        "mlp_hidden": word * b * s * mlp * (2 if _gated(m) else 1),
+        "mlp_out": residual if m.post_norms else 0,
+        "elementwise": 2 * (4 // word + 1) * residual
+        + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
+    }
+    names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
+    recomputing = m.num_layers // settings.remat_every_blocks  # layers
+    layers = {name: m.num_layers - recomputing for name in bytes_of}
+    for name in bytes_of if names is None else ("block_in", *names):
+        layers[name] += recomputing
+    return {name: layers[name] * size for name, size in bytes_of.items() if layers[name] * size}
+
+
+class _Shapes:
+    """Sizes on one device that the formulas share."""
+
+    def __init__(self, config: ml_collections.ConfigDict, layout: Layout):
+        m, self.layout = config.model, layout
+        self.leaves = leaves(m)
+        self.word = 2 if config.precision.compute_dtype == "bfloat16" else 4
+        tensor = layout.size("tensor")
+        self.rows = config.data.global_batch_rows // config.train.accumulation_steps // layout.size("data", "fsdp", "expert")
+        self.length = config.data.seq_len_tokens // layout.size("sequence")
+        self.own_length = self.length // tensor if layout.sequence_parallel else self.length
+        self.vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple // tensor
+        self.kv_heads = layout.heads.compute_kv_heads // tensor
+        self.heads = self.kv_heads * layout.heads.compute_group
+        self.whole = dataclasses.replace(layout, zero_stage=0)
+
+    def elements(self, placement: str, matrices: bool = False) -> int:
+        """Elements of all weights on one device; `matrices`: without scales and biases."""
+        return sum(self.size(shape, dims, placement) for name, shape, dims in self.leaves if not matrices or _is_matrix(name))
+
+    def block_elements(self, placement: str) -> int:
+        """Elements of the matrices of one block."""
+        return sum(
+            self.size(shape[1:], dims[1:], placement)
+            for name, shape, dims in self.leaves
+            if name.startswith("blocks.") and _is_matrix(name)
+        )
+
+    def size(self, shape, dims, placement) -> int:
+        """Elements of one weight on one device. "whole": as products see it, gathered over fsdp."""
+        layout, placement = (self.whole, "working") if placement == "whole" else (self.layout, placement)
+        return math.prod(layout.local_shape(dims, placement, shape))
+
+
+def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
+    """Bytes that each device sends per step. Rings send (n - 1) / n of a gathered array, twice that in an all-reduce.
+
+    Gradients of stage 0: one all-reduce, 2 P words. Stages 1 and 2: scattered once (2: each microbatch), working weights
+    gathered once: 2 P. Stage 3: weights of blocks gathered for the forward and again for the backward: 3 P. Tensor parallelism
+    with sequence parallelism: 2 gathers and 2 scatters of the residual per layer each way, and those of the recomputed forward.
+    """
+    m, count = config.model, config.train.accumulation_steps
+    reduce_word = 2 if config.precision.reduce_dtype == "bfloat16" else 4
+    found: dict[tuple[str, str], int] = {}
+
+    def add(axis, what, size, times=1, rounds=1):
+        n = layout.size(axis)
+        if n > 1 and size:
+            found[axis, what] = found.get((axis, what), 0) + round(size * times * rounds * (n - 1) / n)
+
+    stage = layout.zero_stage if layout.size("fsdp") > 1 else 0
+    b, s = shapes.rows, shapes.length
+    residual = shapes.word * b * s * m.embed_dim
+    for name, shape, dims in shapes.leaves:
+        whole = shapes.size(shape, dims, "whole")
+        # The table itself does not travel where it is sharded: ids, rows and their gradients do.
+        travels = name == "embedder.table" and (stage == 3 or (stage and not m.tie_embeddings))
+        head = name == "head.kernel" or (name == "embedder.table" and m.tie_embeddings)
+        split = stage > 0 and _is_matrix(name)
+        if travels:
+            add("fsdp", "token ids", 4 * b * s * layout.size("fsdp"), 2 * count)
+            add("fsdp", "embedding rows", residual, 2 * count)
+        if split and (head or not travels):
+            gathers = 1 if stage < 3 else count if head else 2 * count
+            add("fsdp", "weights", shapes.word * whole, gathers)
+            add("fsdp", "gradients", reduce_word * whole, count if stage >= 2 else 1)
+        elif not split and layout.size("fsdp") > 1:
+            add("fsdp", "gradients", reduce_word * whole, 2)
+        part = shapes.size(shape, dims, "optimizer")
+        for axis in TOKEN_AXES:
+            if axis != "fsdp":
+                add(axis, "gradients", reduce_word * part, 2)
+    full = config.memory.remat == "full"
+    if layout.size("tensor") > 1:
+        gathers, scatters = 2 + 2 + 2, 2 + 2 + full  # the recomputed forward needs no last scatter
+        if layout.sequence_parallel:
+            add("tensor", "activations", residual, (gathers + scatters) * m.num_layers * count)
+            add("tensor", "activations at the ends", residual, 4 * count)
+        else:
+            add("tensor", "activations", residual, (4 + full) * m.num_layers * count, 2)
+            add("tensor", "activations at the ends", residual, 2 * count, 2)
+    if layout.size("sequence") > 1:
+        keys = shapes.word * b * config.data.seq_len_tokens * 2 * shapes.kv_heads * m.head_dim
+        add("sequence", "keys and values", keys, (2 + full) * m.num_layers * count)
+    return found
+
+
+@functools.cache
+def _is_matrix(name: str) -> bool:
+    return name.rpartition(".")[2] in ("kernel", "table")
+
+
+def _gated(m: Any) -> bool:
+    return m.mlp in ("swiglu", "geglu")

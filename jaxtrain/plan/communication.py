@@ -1,0 +1,277 @@
+"""The communication ledger: every collective of a step with its link, its time, what hides it, and what was not intended.
+
+Collectives that do the same at the same place in the schedule are one line. The closed form stands beside what was compiled,
+axis by axis, and what should not be there is flagged by name.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from jaxtrain.plan import hlo
+from jaxtrain.plan.facts import Facts
+from jaxtrain.plan.roofline import Links
+from jaxtrain.plan.timeline import Timeline
+
+TINY_BYTES = LARGE_BYTES = 1 << 20
+TOLERANCE = 0.02  # by which an axis's bytes may differ from the closed form unflagged
+WAITED = 0.1  # of its time: from this share on a collective is not said to be hidden
+# Names of jax's collectives, by which the program's own are told from those that the partitioner adds.
+_WRITTEN = re.compile(
+    r"(all_gather|reduce_scatter|psum_scatter|psum|pmax|pmin|pmean|all_to_all|ppermute|pbroadcast|pshuffle|ragged_all_to_all)"
+    r"(_invariant)?\d*$"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Equal collectives. Bytes are what a device sends."""
+
+    kind: str
+    purpose: str  # weights, gradients, activations, other
+    axes: tuple[str, ...]
+    dtype: str
+    operands: str
+    count: int  # in the schedule
+    runs: int  # per step, all of them together
+    bytes_per_run: int
+    bytes_per_step: int
+    link: str  # nvlink or network
+    seconds_per_run: float
+    seconds: float  # per step, hidden or not
+    waited_s: float  # per step
+    state: str  # synchronous; exposed: nothing runs beside it; partly hidden: the computation waits all the same; hidden
+    behind: str  # what hides it
+    loops: tuple[int | None, ...]  # trips, outermost first
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """Something that was not intended, by name."""
+
+    name: str
+    text: str
+    bytes_per_step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """All lines, largest first; sums by axis; what the closed form expects of them; flags, largest first."""
+
+    lines: tuple[Line, ...]
+    axis_bytes: dict[str, int]  # axes joined by "+"
+    axis_seconds: dict[str, float]
+    axis_waited_s: dict[str, float]
+    expected: dict[str, int]
+    flags: tuple[Flag, ...]
+
+
+def communication(
+    module: hlo.Module,
+    collectives: list[hlo.Collective],
+    timeline: Timeline,
+    links: Links,
+    facts: Facts,
+    expected: Mapping[str, int],
+    compute_dtype: str = "bfloat16",
+) -> Communication:
+    """The ledger of a compiled step.
+
+    Args:
+      expected: bytes a device sends per step along each axis, by the closed form.
+    """
+    groups: dict[tuple, list[hlo.Collective]] = collections.defaultdict(list)
+    for c in collectives:
+        groups[c.computation, c.kind, c.axes, c.dtype, c.operands, c.asynchronous, c.exposed, c.loops].append(c)
+    lines = sorted(
+        (_line(module, group, timeline, links, facts) for group in groups.values()), key=lambda line: -line.bytes_per_step
+    )
+    sums = {
+        what: _sums(lines, lambda line, what=what: getattr(line, what)) for what in ("bytes_per_step", "seconds", "waited_s")
+    }
+    flags = [
+        *_flags(lines),
+        *_weight_flags(collectives, facts, compute_dtype),
+        *_axis_flags(sums["bytes_per_step"], expected),
+        *_attention_flags(module),
+    ]
+    return Communication(
+        lines=tuple(lines),
+        axis_bytes=sums["bytes_per_step"],
+        axis_seconds=sums["seconds"],
+        axis_waited_s=sums["waited_s"],
+        expected=dict(expected),
+        flags=_merged(flags),
+    )
+
+
+def purpose(collective: hlo.Collective, facts: Facts) -> str:
+    """What a collective is for: by its axes, and by whose dimensions its largest operand has."""
+    dtype, dims = max((hlo.arrays(operand)[0] for operand in collective.operands), key=lambda a: math.prod(a[1]))
+    if dtype[0] in "sup" and dtype != "u8":
+        return "other"
+    if {"tensor", "sequence"} & set(collective.axes) and not {"data", "fsdp"} & set(collective.axes):
+        return "activations" if collective.operand_bytes > LARGE_BYTES or facts.has_tokens(dims) else "other"
+    if collective.kind == "all-to-all":
+        return "activations"
+    if not facts.weight(dims):
+        return "other"
+    return "weights" if collective.kind == "all-gather" else "gradients"
+
+
+def _line(module, group, timeline, links, facts) -> Line:
+    first = group[0]
+    seconds = sum(links.seconds(c) * c.executions for c in group)
+    waited = sum(timeline.waits.get(key, 0.0) for key in {(c.computation, c.name) for c in group})
+    operands = collections.Counter(first.operands)
+    return Line(
+        kind=first.kind,
+        purpose=purpose(first, facts),
+        axes=first.axes,
+        dtype=first.dtype,
+        operands=" ".join(f"{shape} x{count}" if count > 1 else shape for shape, count in operands.items()),
+        count=len(group),
+        runs=sum(c.executions for c in group),
+        bytes_per_run=first.wire_bytes,
+        bytes_per_step=sum(c.step_wire_bytes for c in group),
+        link="network" if links.crosses(first.axes) else "nvlink",
+        seconds_per_run=links.seconds(first),
+        seconds=seconds,
+        waited_s=waited,
+        state=_state(first, waited / seconds if seconds else 0.0),
+        behind=_behind(module, first),
+        loops=tuple(loop.trips for loop in first.loops),
+        op_name=first.op_name,
+    )
+
+
+def _state(collective: hlo.Collective, waited: float) -> str:
+    if not collective.asynchronous:
+        return "synchronous"
+    if collective.exposed:
+        return "exposed"
+    return "partly hidden" if waited > WAITED else "hidden"
+
+
+def _behind(module: hlo.Module, collective: hlo.Collective) -> str:
+    """The products that run beside it, by what they are in the program."""
+    computation = module.computations[collective.computation]
+    names = [computation.by_name[name] for name in collective.hidden_by]
+    products = collections.Counter(_product(i) for i in names)
+    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in products.most_common(4))
+
+
+def _product(instruction: hlo.Instruction) -> str:
+    return "a loop" if instruction.opcode == "while" else product_name(instruction.op_name) or instruction.opcode
+
+
+def product_name(op_name: str) -> str:
+    """What product it is, as "BTD,DF->BTF", from the name of where it was traced."""
+    parts = [part for part in op_name.split("/") if part != "dot_general"]
+    return re.sub(r"^\w+\((.*)\)$", r"\1", parts[-1]) if parts else ""
+
+
+def _sums(lines, value) -> dict:
+    sums: collections.Counter = collections.Counter()
+    for line in lines:
+        sums["+".join(line.axes)] += value(line)
+    return dict(sums)
+
+
+def _flags(lines: list[Line]) -> list[Flag]:
+    found = []
+    for line in lines:
+        what = f"{line.runs} x {line.kind} over {'+'.join(line.axes)} of {_short(line.operands)}"
+        where = f" [{_tail(line.op_name)}]" if line.op_name else ""
+        if line.loops and line.runs > 1 and line.bytes_per_run < TINY_BYTES and line.bytes_per_run:
+            text = f"{what}: {line.bytes_per_run / 1024:.0f} KiB each, {line.waited_s * 1e3:.1f} ms waited in a step{where}"
+            found.append(Flag("tiny collective in a loop", text, line.bytes_per_step))
+        if line.state == "synchronous" and line.bytes_per_run >= LARGE_BYTES:
+            text = f"{what}: nothing is computed meanwhile, {line.waited_s * 1e3:.1f} ms in a step{where}"
+            found.append(Flag("synchronous collective", text, line.bytes_per_step))
+        if not _WRITTEN.search(line.op_name.rstrip(")")) and line.op_name and line.bytes_per_run >= LARGE_BYTES:
+            text = f"{what}: not one of the program's own collectives, so the partitioner reshards{where}"
+            found.append(Flag("resharding", text, line.bytes_per_step))
+        if "tensor" in line.axes and line.link == "network" and line.bytes_per_run >= LARGE_BYTES:
+            found.append(
+                Flag("tensor axis on the network", f"{what}: keep mesh.tensor inside a node{where}", line.bytes_per_step)
+            )
+    return found
+
+
+def _merged(flags: list[Flag]) -> tuple[Flag, ...]:
+    """Largest first, each text once."""
+    found: dict[tuple[str, str], int] = {}
+    for flag in flags:
+        found[flag.name, flag.text] = found.get((flag.name, flag.text), 0) + flag.bytes_per_step
+    return tuple(Flag(*key, size) for key, size in sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _weight_flags(collectives: list[hlo.Collective], facts: Facts, compute_dtype: str) -> list[Flag]:
+    """Gathers of weights in float32, and of the whole embedding table, which ids and rows should travel for instead."""
+    wide: collections.Counter = collections.Counter()
+    table: collections.Counter = collections.Counter()
+    embedding = next((leaf for leaf in facts.leaves if leaf.name == "embedder.table"), None)
+    tied = not any(leaf.name == "head.kernel" for leaf in facts.leaves)
+    for c in collectives:
+        if c.kind != "all-gather" or {"tensor", "sequence"} & set(c.axes):
+            continue
+        for operand in c.operands:
+            dtype, dims = hlo.arrays(operand)[0]
+            sent = math.prod(dims) * (4 if dtype == "f32" else 2) * (c.group_size - 1) * c.executions
+            weight = facts.weight(dims)
+            if weight and dtype == "f32" and compute_dtype != "float32" and math.prod(dims) * 4 >= LARGE_BYTES:
+                wide[weight.names] += sent
+            if embedding and not tied and tuple(d for d in dims if d > 1) == embedding.shapes["working"]:
+                table["embedder.table"] += sent
+    flags = [
+        Flag(
+            "float32 gather of weights",
+            f"{name}: gathered as float32, {size / 2**20:.0f} MiB a step; cast before the gather",
+            size,
+        )
+        for name, size in wide.items()
+    ]
+    return flags + [
+        Flag("full gather of the embedding", f"{name}: {size / 2**20:.0f} MiB a step; its rows should travel instead", size)
+        for name, size in table.items()
+    ]
+
+
+def _axis_flags(found: Mapping[str, int], expected: Mapping[str, int]) -> list[Flag]:
+    flags = []
+    for axis, size in expected.items():
+        real = sum(bytes_ for axes, bytes_ in found.items() if axis in axes.split("+"))
+        if real > size * (1 + TOLERANCE) + LARGE_BYTES:
+            text = f"{axis}: {real / 2**30:.2f} GiB a step on the wire, the closed form has {size / 2**30:.2f}"
+            flags.append(Flag("more traffic than expected", text, real - size))
+    for axes, size in found.items():
+        if not set(axes.split("+")) & set(expected) and size >= LARGE_BYTES:
+            flags.append(Flag("more traffic than expected", f"{axes}: {size / 2**30:.2f} GiB a step, none expected", size))
+    return flags
+
+
+def _attention_flags(module: hlo.Module) -> list[Flag]:
+    """cuDNN attention that is given a mask of all scores: it then computes all of them, causal or not."""
+    masks = [
+        instruction
+        for _, instruction in module.instructions()
+        if "__cudnn$fmhaScaleBias" in instruction.attributes and '"mask_type": "NO_MASK"' in instruction.attributes
+    ]
+    if not masks:
+        return []
+    text = f"{len(masks)} attention kernels read a mask of all scores and skip none: causal attention could save half its time"
+    return [Flag("dense attention mask", text, 0)]
+
+
+def _short(operands: str) -> str:
+    return operands if len(operands) < 70 else f"{operands[:67]}..."
+
+
+def _tail(op_name: str) -> str:
+    return "/".join(op_name.split("/")[-3:])

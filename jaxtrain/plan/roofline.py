@@ -1,0 +1,232 @@
+"""How long an operation takes on a GPU: arithmetic and memory traffic read from HLO, at rates from one table of constants.
+
+The roofline model (Williams et al. 2009): an operation takes the longer of its arithmetic and its memory traffic, and no less
+than a kernel's launch. Collectives follow the usual model of rings: a latency per step and bytes over the slowest link.
+`RATES` are shares of data-sheet peaks as commonly reached, not measured here: a measured run should replace them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from jaxtrain.hardware import Gpu
+from jaxtrain.plan import hlo
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What of a data sheet's peaks is reached, and what every operation costs besides."""
+
+    product: float = 0.72  # of peak arithmetic, large matrix products
+    attention: float = 0.55  # of peak arithmetic, fused attention, forward
+    attention_backward: float = 0.45
+    memory: float = 0.80  # of peak memory bandwidth
+    nvlink: float = 0.80  # of a direction's bandwidth
+    network: float = 0.85
+    host: float = 0.80
+    host_bytes_per_s: float = 55e9  # PCIe 5 x16 per direction, data sheet
+    kernel_s: float = 2.5e-6  # launch to launch of the shortest kernel
+    collective_s: float = 12e-6  # start of a collective
+    nvlink_step_s: float = 1.0e-6  # per step of a ring
+    network_step_s: float = 6.0e-6
+    slowed: float = 1.05  # computing beside a collective, which takes some multiprocessors and bandwidth
+
+
+RATES = Rates()
+ERROR_BAND = 0.25  # of a predicted step time, either way: an estimate, see docs/plan.md
+
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier iota "
+    "add-dependency domain while conditional call".split()
+)
+_FLOAT32_PER_CORE = 2  # FLOPs of a float32 unit per clock: a fused multiply-add
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one execution on one device."""
+
+    flops: float = 0.0  # of matrix products
+    attention_flops: float = 0.0
+    bytes: float = 0.0  # to and from memory
+    backward: bool = False  # of attention
+    dtype: str = "bf16"  # of the products' operands
+
+    def seconds(self, gpu: Gpu, rates: Rates = RATES) -> float:
+        """The longest of its parts, at least a kernel's time; 0 for what needs no kernel."""
+        if not (self.flops or self.attention_flops or self.bytes):
+            return 0.0
+        arithmetic = self.flops / (rates.product * _peak(gpu, self.dtype))
+        share = rates.attention_backward if self.backward else rates.attention
+        arithmetic += self.attention_flops / (share * gpu.bf16_flops)
+        return max(arithmetic, self.bytes / (rates.memory * gpu.memory_bytes_per_s), rates.kernel_s)
+
+
+def _peak(gpu: Gpu, dtype: str) -> float:
+    if dtype.startswith("f8"):
+        return gpu.fp8_flops or gpu.bf16_flops
+    if dtype == "f32":  # XLA's default precision: TF32, at half the rate of bfloat16
+        return gpu.bf16_flops / 2
+    return gpu.bf16_flops
+
+
+def cost(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> Cost:
+    """What one instruction needs; what it calls is counted with it, but for loops, branches and calls."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
+        return Cost()
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    if opcode == "custom-call" and target and "fmha" in target[1]:
+        return _attention(computation, instruction, target[1])
+    flops, dtype = _product(module, computation, instruction)
+    return Cost(flops=flops, bytes=_bytes(module, computation, instruction), dtype=dtype)
+
+
+def _product(module, computation, instruction) -> tuple[float, str]:
+    """FLOPs of the matrix products in an instruction, and the dtype of their operands."""
+    if instruction.opcode == "custom-call":
+        note = instruction.backend_config.get("gemm_backend_config", {})
+        numbers = note.get("dot_dimension_numbers")
+        if not numbers:
+            return 0.0, "bf16"
+        return _dot(computation, instruction, [int(d) for d in numbers.get("lhs_contracting_dimensions", [])])
+    if instruction.opcode == "dot":
+        dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        return _dot(computation, instruction, [int(d) for d in dims[1].split(",") if d] if dims else [])
+    total, dtype = 0.0, "bf16"
+    if instruction.opcode in ("fusion", "fusion-start", "async-start"):
+        for name in instruction.called:
+            inner = module.computations[name]
+            for candidate in inner.instructions:
+                if candidate.opcode in ("dot", "fusion", "custom-call", "scaled-dot"):
+                    flops, found = _product(module, inner, candidate)
+                    total, dtype = total + flops, found if flops else dtype
+    return total, dtype
+
+
+def _dot(computation, instruction, contracting) -> tuple[float, str]:
+    left = computation.by_name.get(instruction.operands[0])
+    if left is None:
+        return 0.0, "bf16"
+    dtype, dims = hlo.arrays(left.shape)[0]
+    out = hlo.arrays(instruction.shape)[0][1]
+    return 2.0 * math.prod(out) * math.prod(dims[d] for d in contracting), dtype
+
+
+def _attention(computation, instruction, target) -> Cost:
+    """4 B N T S H forward, 10 backward (5 products of 2); half of it where the kernel itself masks causally."""
+    shapes = [hlo.arrays(computation.by_name[name].shape) for name in instruction.operands if name in computation.by_name]
+    scores = instruction.backend_config.get("cudnn_fmha_backend_config", {})
+    dims = [int(d) for d in scores.get("intermediate_tensor_shape", {}).get("dimensions", [])]
+    head_dim = shapes[0][0][1][-1] if shapes and shapes[0] else 0
+    backward = "Backward" in target
+    flops = (10.0 if backward else 4.0) * math.prod(dims) * head_dim if dims else 0.0
+    if "CAUSAL" in str(scores.get("mask_type", "")):
+        flops /= 2
+    size = sum(hlo.shape_bytes(computation.by_name[name].shape) for name in instruction.operands if name in computation.by_name)
+    return Cost(attention_flops=flops, bytes=size + hlo.shape_bytes(instruction.shape), backward=backward)
+
+
+def _bytes(module, computation, instruction) -> float:
+    """What is read and written: of operands that are only sliced the slices, of results that are updated the updates."""
+    opcode = instruction.opcode
+    operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
+    sizes = [hlo.shape_bytes(operand.shape) for operand in operands]
+    out = hlo.shape_bytes(instruction.shape)
+    if opcode in ("fusion-start", "async-start"):
+        out = max(0, out - sum(sizes))  # the shape of a start holds operands and results
+    if opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * out
+    if opcode == "dynamic-update-slice":
+        return 2 * sizes[1]
+    if opcode == "copy-start" or opcode.removesuffix("-start") in hlo.KINDS:
+        return 0
+    if opcode in ("fusion", "fusion-start", "async-start") and instruction.called:
+        touched, updated = _touched(module.computations[instruction.called[0]])
+        read = sum(min(size, touched.get(number, size)) for number, size in enumerate(sizes))
+        return read + (updated if updated is not None else out)
+    return sum(sizes) + out
+
+
+def _touched(inner: hlo.Computation) -> tuple[dict[int, int], int | None]:
+    """Parameter -> bytes read of it where it is only sliced; and bytes written where the result is an update in place."""
+    users: dict[str, list[tuple[hlo.Instruction, int]]] = {}
+    for instruction in inner.instructions:
+        for place, operand in enumerate(instruction.operands):
+            users.setdefault(operand, []).append((instruction, place))
+
+    def read(name: str) -> int | None:
+        total = 0
+        for user, place in users.get(name, []):
+            if user.opcode in ("dynamic-slice", "slice", "gather") and place == 0:
+                total += hlo.shape_bytes(user.shape)
+            elif user.opcode == "dynamic-update-slice" and place == 0:
+                continue
+            elif user.opcode == "bitcast":
+                if (more := read(user.name)) is None:
+                    return None
+                total += more
+            else:
+                return None
+        return total
+
+    touched = {i.parameter: size for i in inner.instructions if i.parameter is not None and (size := read(i.name)) is not None}
+    updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
+    updated = None
+    if updates and any(i.is_root and i.opcode in ("dynamic-update-slice", "bitcast", "tuple") for i in inner.instructions):
+        updated = sum(hlo.shape_bytes(inner.by_name[i.operands[1]].shape) for i in updates)
+    return touched, updated
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The links of a topology as a mesh lies on it: devices in mesh order, node by node."""
+
+    gpu: Gpu
+    per_node: int
+    mesh_shape: Mapping[str, int]
+    rates: Rates = RATES
+
+    def members(self, axes: tuple[str, ...]) -> list[int]:
+        """Device numbers of the group of device 0 along axes."""
+        found, stride = [0], 1
+        for axis in reversed(self.mesh_shape):
+            size = self.mesh_shape[axis]
+            if axis in axes:
+                found = [base + place * stride for place in range(size) for base in found]
+            stride *= size
+        return found
+
+    def crosses(self, axes: tuple[str, ...]) -> bool:
+        """Whether a group along axes has devices of several nodes."""
+        return len({device // self.per_node for device in self.members(axes)}) > 1
+
+    def rate(self, axes: tuple[str, ...]) -> float:
+        """Bytes per second that each device of a group sends: NVLink, or the network with all adapters of its devices."""
+        inside = self.rates.nvlink * self.gpu.nvlink_bytes_per_s
+        if not self.crosses(axes):
+            return inside
+        members = self.members(axes)
+        share = len(members) / len({device // self.per_node for device in members})  # devices of the group in a node
+        return min(inside, self.rates.network * self.gpu.network_bytes_per_s * share)
+
+    def seconds(self, collective: hlo.Collective) -> float:
+        """Time of one execution alone on its link."""
+        n = collective.group_size
+        if n < 2 and collective.kind != "collective-permute":
+            return 0.0
+        if collective.kind == "collective-permute":
+            steps = 1
+        elif collective.kind == "all-reduce":  # small ones go by trees
+            steps = min(2 * (n - 1), 4 * math.ceil(math.log2(n)))
+        elif collective.kind == "all-to-all":
+            steps = min(n - 1, 8)
+        else:
+            steps = n - 1
+        nodes = len({device // self.per_node for device in self.members(collective.axes)})
+        over_network = min(steps, nodes) if nodes > 1 else 0
+        latency = over_network * self.rates.network_step_s + (steps - over_network) * self.rates.nvlink_step_s
+        return self.rates.collective_s + latency + collective.wire_bytes / self.rate(collective.axes)

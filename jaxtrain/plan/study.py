@@ -1,0 +1,162 @@
+"""A plan: all that can be said of one config on one cluster, put together from what the other modules of `plan` find."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxtrain import flops
+from jaxtrain.hardware import Gpu
+from jaxtrain.plan import closed_form, communication, compile, facts, memory, roofline, timeline
+from jaxtrain.plan.closed_form import ClosedForm
+from jaxtrain.plan.communication import Communication
+from jaxtrain.plan.memory import Ledger
+from jaxtrain.plan.timeline import Timeline
+
+# What a process needs of a device beside XLA's buffers: CUDA context, NCCL's buffers, loaded kernels. An estimate.
+RESERVED_BYTES = 2 << 30
+TIGHT = 0.05  # of the memory: less headroom than this is said to be tight
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One config on one cluster.
+
+    Attributes:
+      fallback: why nothing was compiled for GPUs, "" if it was; then timeline and communication are None and the ledger has
+        what the closed form and the CPU's partitioner say.
+      tokens: of a step, over all devices; model_flops: of a step, without recomputation.
+    """
+
+    name: str
+    topology: compile.Topology
+    mesh: dict[str, int]
+    settings: dict[str, Any]
+    parameters: int
+    tokens: int
+    model_flops: float
+    closed: ClosedForm
+    ledger: Ledger | None
+    communication: Communication | None
+    timeline: Timeline | None
+    versions: dict[str, str]
+    seconds: dict[str, float]  # what the plan took
+    fallback: str = ""
+    notes: tuple[str, ...] = ()  # what this plan cannot show
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.topology.gpu
+
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit on a device: XLA's allocations, or without a compiler the closed form."""
+        return self.ledger.total if self.ledger else self.closed.total
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of the device's memory."""
+        return self.gpu.memory_bytes - RESERVED_BYTES
+
+    @property
+    def headroom_bytes(self) -> int:
+        return self.usable_bytes - self.peak_bytes
+
+    @property
+    def verdict(self) -> str:
+        """fits, tight or does not fit."""
+        if self.headroom_bytes < 0:
+            return "does not fit"
+        return "fits" if self.headroom_bytes >= TIGHT * self.gpu.memory_bytes else "tight"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Predicted, over all devices."""
+        return self.tokens / self.timeline.step_s if self.timeline else None
+
+    @property
+    def mfu(self) -> float | None:
+        if not self.timeline:
+            return None
+        return self.model_flops / (self.timeline.step_s * self.topology.size * self.gpu.bf16_flops)
+
+    @property
+    def recomputed_flops(self) -> float | None:
+        """Product and attention FLOPs of a step over all devices beyond the model's, as a share of these."""
+        if not self.timeline:
+            return None
+        return self.timeline.flops * self.topology.size / self.model_flops - 1
+
+
+def study(
+    config: ml_collections.ConfigDict,
+    topology: str | compile.Topology,
+    name: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Compiles the step of a config for a cluster and says what comes of it. Raises as `compile.compile_step`."""
+    topology = compile.parse_topology(topology) if isinstance(topology, str) else topology
+    closed = closed_form.closed_form(config, topology.size)
+    started = time.monotonic()
+    compiled = compile.compile_step(config, topology, options)
+    shapes = facts.of(compiled.program)
+    read = time.monotonic()
+    ledger = memory.ledger(compiled.assignment, compiled.module, shapes, compiled.mesh_shape)
+    links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
+    found = compiled.collectives()
+    walked = timeline.walk(compiled.module, found, links)
+    spoken = communication.communication(
+        compiled.module, found, walked, links, shapes, closed.axis_bytes(), config.precision.compute_dtype
+    )
+    done = time.monotonic()
+    seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}
+    return Plan(
+        **about(config, topology, name), closed=closed, ledger=ledger, communication=spoken, timeline=walked, seconds=seconds
+    )
+
+
+def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: str) -> dict[str, Any]:
+    """The fields of a plan that need no compiler."""
+    tokens = config.data.global_batch_rows * config.data.seq_len_tokens
+    layout = closed_form.layout_of(config, topology.size)
+    return {
+        "name": name,
+        "topology": topology,
+        "mesh": {axis: size for axis, size in layout.mesh.shape.items()},
+        "settings": {
+            "sharding.zero_stage": config.sharding.zero_stage,
+            **{f"memory.{key}": list(v) if isinstance(v, tuple) else v for key, v in config.memory.items()},
+            "train.accumulation_steps": config.train.accumulation_steps,
+            "data.global_batch_rows": config.data.global_batch_rows,
+            "data.seq_len_tokens": config.data.seq_len_tokens,
+            **{f"overlap.{key}": value for key, value in config.overlap.items()},
+            "precision.compute_dtype": config.precision.compute_dtype,
+            "precision.reduce_dtype": config.precision.reduce_dtype,
+        },
+        "parameters": sum(math.prod(shape) for _, shape, _ in closed_form.leaves(config.model)),
+        "tokens": tokens,
+        "model_flops": flops.step_flops(config.model, tokens, config.data.seq_len_tokens),
+        "versions": {"jax": jax.__version__},
+    }
+
+
+# Why a row differs from its closed form.
+WHY = {
+    "gradients": "the closed form has the sums alone; at the peak those of the block at work and of the head are whole, too",
+    "gathered": "the closed form has the weights of two blocks; the schedule has what it has fetched when memory peaks",
+    "activations": "the closed form has what the policy keeps of one microbatch; those of two may be alive at once",
+    "parameters": "bfloat16 copies that all microbatches start from; more is a second copy in another layout",
+    "logits": "the peak may be elsewhere than in the loss",
+    "block": "what one block computes, not in the closed form",
+    "collectives": "results of collectives that are no weights or gradients, not in the closed form",
+    "attention": "workspace of the kernel, not in the closed form",
+    "kernels": "workspace of the kernels, not in the closed form",
+    "other": "constants and small values, not in the closed form",
+    "fragmentation": "holes in XLA's heap, not in the closed form",
+}

@@ -1,0 +1,228 @@
+"""Walks XLA's schedule: when each operation would run, on one stream that computes and one for each kind of link.
+
+An operation starts when the one before it ends; a collective starts when its link is free and the computation waits for it
+only where the schedule has its end. A loop's second iteration stands for all that follow. The result is an estimate by
+`roofline`'s constants: good for comparing layouts of one model, less for the absolute time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+from jaxtrain.plan import hlo, roofline
+from jaxtrain.plan.roofline import RATES, Links, Rates
+
+Key = tuple[str, str]  # computation, instruction
+MAX_SPANS = 4000
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """An operation on a strip. Seconds from the strip's start."""
+
+    stream: str  # compute, nvlink, network, host
+    kind: str  # product, attention, memory, wait, or the kind of a collective
+    name: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """One step on one device, in seconds.
+
+    Attributes:
+      step_s: all of it; product_s, attention_s, memory_s: computing by what bounds it; exposed_s: waiting for collectives;
+        the four add up to it, but for copies from the host that are waited for (host_s).
+      communication_s: what all collectives take, hidden or not.
+      waits: collective -> seconds waited for it per step; times: collective -> seconds of one execution alone.
+      strips: name -> spans of one iteration of a loop over layers ("forward", "backward").
+      strip_s: strip -> seconds of that iteration.
+      flops: of products and attention as executed, recomputed ones too, on one device.
+    """
+
+    step_s: float
+    product_s: float
+    attention_s: float
+    memory_s: float
+    exposed_s: float
+    host_s: float
+    communication_s: float
+    flops: float
+    waits: dict[Key, float]
+    times: dict[Key, float]
+    strips: dict[str, tuple[Span, ...]]
+    strip_s: dict[str, float]
+
+
+def walk(module: hlo.Module, collectives: list[hlo.Collective], links: Links, rates: Rates = RATES) -> Timeline:
+    """The timeline of a scheduled program.
+
+    Args:
+      collectives: those of the program, as `hlo.collectives` gives them.
+    """
+    walker = _Walker(module, {(c.computation, c.name): c for c in collectives}, links, rates)
+    walker.run(module.computations[module.entry])
+    total = walker.total
+    runs = {(c.computation, c.name): c.executions for c in reversed(collectives)}
+    times = {key: links.seconds(c) for key, c in walker.collectives.items()}
+    strips, strip_s = _strips(walker.loops)
+    return Timeline(
+        step_s=walker.now,
+        product_s=total["product"],
+        attention_s=total["attention"],
+        memory_s=total["memory"],
+        exposed_s=sum(walker.waits.values()),
+        host_s=total["host"],
+        communication_s=sum(times[key] * runs[key] for key in times),
+        flops=total["flops"],
+        waits=dict(walker.waits),
+        times=times,
+        strips=strips,
+        strip_s=strip_s,
+    )
+
+
+@dataclasses.dataclass
+class _Loop:
+    spans: list[Span]
+    seconds: float  # of an iteration
+    trips: int
+
+
+class _Walker:
+    def __init__(self, module, collectives, links, rates):
+        self.module, self.collectives, self.links, self.rates = module, collectives, links, rates
+        self.now = 0.0
+        self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
+        self.pending: dict[str, tuple[float, Key | None]] = {}  # start -> when it ends, which collective
+        self.total: collections.Counter = collections.Counter()
+        self.waits: collections.Counter = collections.Counter()
+        self.costs: dict[Key, tuple[str, float, float]] = {}
+        self.spans: list[Span] = []
+        self.loops: list[_Loop] = []
+
+    def run(self, computation: hlo.Computation) -> None:
+        """Advances by one execution of a computation."""
+        for instruction in computation.instructions:
+            if instruction.opcode == "while":
+                self._loop(computation, instruction)
+            elif instruction.opcode in ("call", "conditional") and instruction.called:
+                self.run(self.module.computations[instruction.called[0]])
+            elif (computation.name, instruction.name) in self.collectives:
+                self._start(computation, instruction)
+            elif instruction.opcode.endswith("-done"):
+                self._finish(instruction)
+            elif instruction.opcode.endswith("-update"):
+                if instruction.operands and instruction.operands[0] in self.pending:
+                    self.pending[instruction.name] = self.pending.pop(instruction.operands[0])
+            elif instruction.opcode == "copy-start":
+                self._copy(computation, instruction)
+            else:
+                self._compute(computation, instruction)
+
+    def _loop(self, around: hlo.Computation, instruction: hlo.Instruction) -> None:
+        body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)
+        trips = hlo.trip_count(self.module, around, instruction) or 1
+        computation = self.module.computations[body[1]]
+        self.run(computation)
+        if trips < 2:
+            return
+        start, before, waited, spans = self.now, self.total.copy(), self.waits.copy(), len(self.spans)
+        self.run(computation)
+        passed, rest = self.now - start, trips - 2
+        if not any(inner.opcode == "while" for inner in computation.instructions):
+            self.loops.append(_Loop([_moved(span, start) for span in self.spans[spans:]], passed, trips))
+        for sums, old in ((self.total, before), (self.waits, waited)):
+            for key in list(sums):
+                sums[key] += (sums[key] - old[key]) * rest
+        self.now += passed * rest
+        for link in self.free:
+            self.free[link] += passed * rest
+        self.pending = {name: (end + passed * rest, key) for name, (end, key) in self.pending.items()}
+
+    def _start(self, computation, instruction) -> None:
+        key = computation.name, instruction.name
+        collective = self.collectives[key]
+        link = "network" if self.links.crosses(collective.axes) else "nvlink"
+        begin = max(self.now, self.free[link])
+        end = begin + self.links.seconds(collective)
+        self.free[link] = end
+        self._span(link, collective.kind, f"{collective.kind} {','.join(collective.axes)} {collective.dtype}", begin, end)
+        if collective.asynchronous:
+            self.pending[instruction.name] = end, key
+        else:
+            self._wait(end, key)
+
+    def _finish(self, instruction) -> None:
+        for name in instruction.operands:
+            if name in self.pending:
+                self._wait(*self.pending.pop(name))
+
+    def _wait(self, end: float, key: Key | None) -> None:
+        if end > self.now:
+            if key:
+                self.waits[key] += end - self.now
+            else:
+                self.total["host"] += end - self.now
+            self._span("compute", "wait", "waiting", self.now, end)
+            self.now = end
+
+    def _copy(self, computation, instruction) -> None:
+        """To or from host memory on a link of its own; a copy on the device takes the memory's time."""
+        size = max((hlo.shape_bytes(f"{t}[{','.join(map(str, d))}]") for t, d in hlo.arrays(instruction.shape)), default=0)
+        if "S(5)" not in instruction.shape:
+            self._advance("memory", 2 * size / (self.rates.memory * self.links.gpu.memory_bytes_per_s), instruction)
+            return
+        begin = max(self.now, self.free["host"])
+        self.free["host"] = end = begin + size / (self.rates.host * self.rates.host_bytes_per_s)
+        self._span("host", "copy", "copy to or from the host", begin, end)
+        self.pending[instruction.name] = end, None
+
+    def _compute(self, computation, instruction) -> None:
+        key = computation.name, instruction.name
+        if key not in self.costs:
+            cost = roofline.cost(self.module, computation, instruction)
+            kind = "attention" if cost.attention_flops else "product" if cost.flops else "memory"
+            self.costs[key] = kind, cost.seconds(self.links.gpu, self.rates), cost.flops + cost.attention_flops
+        kind, seconds, flops = self.costs[key]
+        self.total["flops"] += flops
+        self._advance(kind, seconds, instruction)
+
+    def _advance(self, kind, seconds, instruction) -> None:
+        if not seconds:
+            return
+        if any(end > self.now for link, end in self.free.items() if link != "host"):
+            seconds *= self.rates.slowed
+        self._span("compute", kind, instruction.op_name or instruction.opcode, self.now, self.now + seconds)
+        self.total[kind] += seconds
+        self.now += seconds
+
+    def _span(self, stream, kind, name, start, end) -> None:
+        self.spans.append(Span(stream, kind, name, start, end))
+
+
+def _moved(span: Span, start: float) -> Span:
+    return dataclasses.replace(span, start=span.start - start, end=span.end - start)
+
+
+def _strips(loops: list[_Loop]) -> tuple[dict[str, tuple[Span, ...]], dict[str, float]]:
+    """The loops over layers: of the innermost with attention the longest one forward, and the longest one backward."""
+    strips, seconds = {}, {}
+    for name, backward in (("forward", False), ("backward", True)):
+        fitting = [
+            loop
+            for loop in loops
+            if any(span.kind == "attention" for span in loop.spans)
+            and any(_is_backward(span) for span in loop.spans if span.kind in ("attention", "product")) == backward
+        ]
+        if fitting:
+            longest = max(fitting, key=lambda loop: loop.seconds * loop.trips)
+            strips[name], seconds[name] = tuple(longest.spans[:MAX_SPANS]), longest.seconds
+    return strips, seconds
+
+
+def _is_backward(span: Span) -> bool:
+    return bool(re.search(r"transpose\(|\bbackward\b|_bwd", span.name))

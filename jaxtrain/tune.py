@@ -1,0 +1,100 @@
+"""Finds a layout: `python -m jaxtrain.tune --config=configs/x.py --topology=h100:8x8 [--config.section.key=VALUE ...]`.
+
+Searches mesh, ZeRO stage, remat and microbatch; what does not fit is never proposed. The best is written as a config file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.errors import UserError
+from jaxtrain.main import command, load_config
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The tuning command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxtrain.tune",
+        description="Searches layouts of a model on a GPU cluster: formulas put them in order, the compiler decides.",
+        epilog="Settings are given as --config.section.key=VALUE; python -m jaxtrain.main --help lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--topology", required=True, help="GPU:NODESxGPUS, as h100:8x8")
+    parser.add_argument("--out", default="tuned.py", help="config file to write; give it to the other commands as --config")
+    parser.add_argument("--cache", default="~/.cache/jaxtrain/tune", help="folder for compiled results")
+    parser.add_argument("--limit_s", type=float, default=480.0, help="no compilation begins after so many seconds")
+    parser.add_argument("--most", type=int, default=16, help="compilations at most")
+    config, args = load_config(arguments, parser)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the table
+    from rich.console import Console  # late: a refused config must not wait for jax
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from jaxtrain.observe.progress import percent, quantity, setup_logging
+    from jaxtrain.plan import compile, search
+
+    setup_logging()
+    if reason := compile.unavailable():
+        raise UserError(reason)
+    topology = compile.parse_topology(args.topology)
+    console = Console(highlight=False)
+    columns = (
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=args.most, what="formulas")
+        found = search.search(
+            config,
+            topology,
+            pathlib.Path(args.cache).expanduser(),
+            args.limit_s,
+            args.most,
+            lambda done, of, text: bar.update(task, completed=done, total=of, what=text),
+        )
+        bar.update(task, what="done")
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        "data",
+        "fsdp",
+        "tensor",
+        "stage",
+        "remat",
+        "microbatches",
+        "peak GiB",
+        "step ms",
+        "exposed ms",
+        "tokens/s",
+        "MFU",
+    ):
+        table.add_column(title, justify="left" if title == "remat" else "right")
+    table.add_column("")
+    for result in found:
+        s = result.settings
+        table.add_row(
+            *(str(value) for value in s.values()),
+            f"{result.peak_bytes / 2**30:.1f}",
+            f"{1e3 * result.step_s:.0f}",
+            f"{1e3 * result.exposed_s:.0f}",
+            quantity(result.tokens_per_s),
+            percent(result.mfu),
+            result.reason,
+        )
+    console.print(table)
+    fitting = [result for result in found if result.fits]
+    if not fitting:
+        raise UserError(
+            f"no layout was found that fits {topology}, of {len(found)} compiled: more GPUs, shorter data.seq_len_tokens, or "
+            "more time (--limit_s, --most)"
+        )
+    pathlib.Path(args.out).write_text(search.override_file(args.config, fitting[0]))
+    console.print(f"Wrote {args.out}: python -m jaxtrain.plan --config={args.out} --topology={topology}", markup=False)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,189 @@
+"""The communication ledger: every collective, its link and time, and mistakes that are planted into the program."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from planned import compiled, config, needs_plugin, plan
+
+from jaxtrain import hardware
+from jaxtrain.model import vocabulary, weights
+from jaxtrain.plan import closed_form, facts, hlo, roofline, timeline
+from jaxtrain.plan import communication as ledger
+from jaxtrain.plan.study import study
+from jaxtrain.sharding import all_gather
+
+pytestmark = pytest.mark.plan
+SHARDED, TENSOR = (), ("mesh.fsdp=2", "mesh.tensor=4", "memory.remat=dots")
+# Small enough to compile in seconds, with weights of more than 1 MiB.
+SMALL = (
+    "model.num_layers=4",
+    "data.seq_len_tokens=1024",
+    "data.global_batch_rows=8",
+    "train.accumulation_steps=1",
+    "mesh.fsdp=8",
+)
+
+
+def small(*changes):
+    return study(config(*SMALL, *changes, preset="llama3_8b"), "h100:1x8")
+
+
+def names(plan) -> set[str]:
+    return {flag.name for flag in plan.communication.flags}
+
+
+@needs_plugin
+@pytest.mark.parametrize("changes", [SHARDED, TENSOR], ids=["zero-3", "tensor"])
+def test_collectives_equal_those_counted_in_the_text(changes):
+    """Another way: how often each computation runs is counted down from the entry by regular expressions."""
+    text, found = compiled(*changes).text, plan(*changes).communication.lines
+    bodies = {}
+    for part in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)[1:]:
+        bodies[re.match(r"(?:ENTRY )?%([\w.\-]+)", part)[1]] = part
+    entry = re.search(r"^ENTRY %([\w.\-]+)", text, re.M)[1]
+    runs, waiting = collections.Counter(), [(entry, 1)]
+    while waiting:
+        name, times = waiting.pop()
+        for line in bodies[name].splitlines():
+            if called := re.search(r" while\(.*body=%([\w.\-]+)", line):
+                trips = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
+                waiting.append((called[1], times * trips))
+            elif kind := re.search(rf" ({'|'.join(hlo.KINDS)})(?:-start)?\(", line):
+                runs[kind[1]] += times
+    assert runs == collections.Counter({k: sum(line.runs for line in found if line.kind == k) for k in {x.kind for x in found}})
+    assert sum(line.bytes_per_step for line in found) == hlo.wire_bytes(compiled(*changes).collectives())
+
+
+@needs_plugin
+def test_lines_say_what_they_are_for():
+    lines = plan(*TENSOR).communication.lines
+    by_purpose = collections.Counter()
+    for line in lines:
+        by_purpose[line.purpose, "+".join(line.axes)] += line.bytes_per_step
+    assert by_purpose["activations", "tensor"] > 20 * 2**30
+    assert by_purpose["weights", "fsdp"] > 3 * 2**30 and by_purpose["gradients", "fsdp"] > 3 * 2**30
+    assert sum(size for (purpose, _), size in by_purpose.items() if purpose == "other") < 2**28
+    hidden = [line for line in lines if line.state == "hidden"]
+    assert hidden and all(line.behind for line in hidden)
+    assert sum(line.waited_s for line in lines) <= sum(line.seconds for line in lines), "some wait for others on the same link"
+
+
+@needs_plugin
+def test_nothing_is_flagged_that_the_program_means():
+    found = small()
+    assert names(found) <= {"synchronous collective", "dense attention mask", "tiny collective in a loop"}
+
+
+@needs_plugin
+def test_float32_gathers_are_flagged(monkeypatch):
+    def late_cast(self, stored):
+        value = stored.value
+        for dim, name in enumerate(self.dims):
+            if "fsdp" in self.layout.axes(name, "storage"):
+                value = all_gather(self.layout, value, "fsdp", dim)
+        value = jax.lax.optimization_barrier(value).astype(self.dtype)
+        return weights.Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
+
+    monkeypatch.setattr(weights.Place, "fetch", late_cast)
+    found = small()
+    flags = [flag for flag in found.communication.flags if flag.name == "float32 gather of weights"]
+    assert any("mlp" in flag.text for flag in flags)
+    assert "more traffic than expected" in names(found)
+
+
+@needs_plugin
+def test_a_gathered_embedding_is_flagged(monkeypatch):
+    """The table gathered before the lookup, instead of the rows after it."""
+
+    def gathered(stored, tokens, place):
+        rows, owned = vocabulary._own_rows(stored.value.shape[0], tokens, place.layout)
+        return jnp.where(owned[..., None], place.fetch(stored).value[rows], 0)
+
+    assert "full gather of the embedding" not in names(small())
+    monkeypatch.setattr(vocabulary, "_embed", gathered)
+    assert "full gather of the embedding" in names(small())
+
+
+def _flags(text, program):
+    module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
+    found = hlo.collectives(module, shape)
+    links = roofline.Links(hardware.by_key("h200"), 8, shape)
+    walked = timeline.walk(module, found, links)
+    expected = closed_form.closed_form(program.config, 8).axis_bytes()
+    return ledger.communication(module, found, walked, links, facts.of(program), expected).flags
+
+
+LINK = dict(mesh_shape={"data": 4, "fsdp": 8, "tensor": 2}, per_node=8)
+
+
+def test_links():
+    h100 = hardware.by_key("h100")
+    links = roofline.Links(h100, **LINK)
+    assert links.members(("tensor",)) == [0, 1] and not links.crosses(("tensor",))
+    assert sorted(links.members(("fsdp",))) == list(range(0, 16, 2)) and links.crosses(("fsdp",))
+    assert sorted(links.members(("data",))) == [0, 16, 32, 48]
+    rates = roofline.RATES
+    assert links.rate(("tensor",)) == rates.nvlink * h100.nvlink_bytes_per_s
+    # Four of the eight members of fsdp share a node, so four network adapters carry a ring of each group.
+    assert links.rate(("fsdp",)) == rates.network * h100.network_bytes_per_s * 4
+    assert links.rate(("data",)) == rates.network * h100.network_bytes_per_s
+
+
+def test_time_of_a_collective():
+    links = roofline.Links(hardware.by_key("h100"), **LINK)
+
+    def seconds(kind, axes, size, members):
+        wire = hlo._wire_bytes(kind, size, members)
+        return links.seconds(hlo.Collective(kind, "c", "main", "f32", (), size, wire, axes, members, (), 1, True, (), 0, ""))
+
+    one, two = (seconds("all-gather", ("tensor",), size, 2) for size in (2**26, 2**27))
+    assert two - one == pytest.approx(2**26 / links.rate(("tensor",)))
+    assert seconds("all-reduce", ("fsdp",), 2**30, 8) == pytest.approx(
+        2 * seconds("reduce-scatter", ("fsdp",), 2**30, 8), rel=0.01
+    )
+    assert seconds("all-gather", ("data",), 2**26, 4) > 8 * seconds("all-gather", ("tensor",), 2**26, 4), (
+        "the network is slower"
+    )
+    assert seconds("all-gather", ("tensor",), 8, 2) >= roofline.RATES.collective_s, "small ones cost their latency"
+
+
+@needs_plugin
+def test_partitioner_and_tiny_collectives_are_flagged():
+    program = compiled(*SHARDED).program
+    text = """HloModule planted, is_scheduled=true
+
+%body (s: (s32[], bf16[512,14336])) -> (s32[], bf16[512,14336]) {
+  %s = (s32[], bf16[512,14336]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %w = bf16[512,14336]{1,0} get-tuple-element(%s), index=1
+  %x = f32[64]{0} constant({...})
+  %small = f32[64]{0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add, metadata={op_name="jit(f)/while/body/psum"}
+  ROOT %t = (s32[], bf16[512,14336]{1,0}) tuple(%i, %w)
+}
+
+%cond (s: (s32[], bf16[512,14336])) -> pred[] {
+  %s = (s32[], bf16[512,14336]{1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (p: bf16[512,14336]) -> bf16[4096,14336] {
+  %p = bf16[512,14336]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[512,14336]{1,0}) tuple(%zero, %p)
+  %loop = (s32[], bf16[512,14336]{1,0}) while(%start), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"32"}}
+  ROOT %gather = bf16[4096,14336]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}, \
+metadata={op_name="jit(f)/dot_general"}
+}
+"""
+    flags = {flag.name: flag.text for flag in _flags(text, program)}
+    assert "32 x all-reduce over fsdp" in flags["tiny collective in a loop"]
+    assert "the partitioner reshards" in flags["resharding"]
+    assert "bf16[512,14336]" in flags["synchronous collective"]
+    assert math.isclose(sum("all-reduce" in text for text in flags.values()), 1)

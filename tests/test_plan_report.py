@@ -1,0 +1,157 @@
+"""The command: what it prints and writes, its advice, its comparison, and what it does without the plugin."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import re
+
+import pytest
+import tiny
+from planned import ONE_ROW, config, needs_plugin, plan
+from rich.console import Console
+
+from jaxtrain.config import ConfigError
+from jaxtrain.plan import advice, compare, compile, fallback, memory, page, report
+from jaxtrain.plan.__main__ import main
+from jaxtrain.plan.study import RESERVED_BYTES
+
+SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
+
+
+def shown(plan, found=()) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    report.show(plan, found, console)
+    return console.file.getvalue()
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_report():
+    text = shown(plan())
+    first, second, *_ = text.splitlines()
+    assert first == "llama3_8b on h200:1x8: 8 x H200, fsdp=8, ZeRO stage 3, remat full"
+    assert second.startswith("8.03G parameters, 32.8k tokens a step in 1 microbatches")
+    assert "Fits:" in text and "tokens/s" in text and "blocks.mlp.up.kernel" in text
+    assert f"{plan().ledger.total:,} bytes" in text and f"{plan().ledger.xla_peak:,}" in text
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_json_has_the_whole_plan():
+    data = json.loads(json.dumps(report.as_json(plan(), ())))
+    assert data["schema"] == report.SCHEMA == 1 and data["topology"] == "h200:1x8"
+    assert sum(data["memory"]["rows"].values()) == data["memory"]["total_bytes"] == data["verdict"]["peak_bytes"]
+    assert len(data["memory"]["largest"]) == 20 and data["communication"]["lines"]
+    assert data["time"]["step_s"] > 0 and 0 < data["time"]["error_band"] < 1 and data["time"]["rates"]["product"]
+
+
+class _Tags(html.parser.HTMLParser):
+    """Checks that tags are closed in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.texts = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_page_is_self_contained_and_whole():
+    text = page.render(plan(), ())
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert not re.search(r"https?://|<script|@import|url\(", text)
+    words = " ".join(tags.texts)
+    for title in ("Memory of a GPU", "Memory over the step", "Communication", "Forward:", "Backward:", "Largest 20 buffers"):
+        assert title in words
+    widths = [float(attributes["width"]) for tag, attributes in tags.seen if tag == "rect"]
+    assert len(widths) > 100 and all(0 <= width <= page.WIDTH for width in widths)
+
+
+def test_every_row_has_a_color():
+    assert set(page.COLORS) == set(memory.ROWS)
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_advice_compiles_what_it_says():
+    tight = config("data.seq_len_tokens=4096", "data.global_batch_rows=16", "train.accumulation_steps=1", "memory.remat=none")
+    before = advice.study(tight, "h100:1x8")
+    assert before.verdict == "does not fit" and before.headroom_bytes < 0
+    found = advice.alternatives(tight, before, limit_s=25)
+    assert found and found[0].fits and found[0].change.row == "activations"
+    assert found[0].saved_bytes == before.peak_bytes - found[0].peak_bytes > 20 * 2**30
+    assert "Does not fit" in shown(before, found) and str(found[0].change) in page.render(before, found)
+    assert advice.alternatives(tight, before, limit_s=0) == ()
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_command_writes_files(tmp_path, capsys):
+    main([*SMALL, "--topology=h100:1x1", f"--json={tmp_path}/plan.json", f"--html={tmp_path}/plan.html", "--advise_s=0"])
+    assert "gpt2_124m on h100:1x1: 1 x H100 SXM, one device" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["mesh"]["fsdp"] == 1
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_compare(capsys):
+    main([*SMALL, "--topology=h100:1x1", "--compare=memory.remat=none,full"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("none", "full"))]
+    assert [line[0] for line in lines] == ["none", "full"]
+    peaks, recomputed = [float(line[1]) for line in lines], [float(line[3].rstrip("%")) for line in lines]
+    assert peaks[1] < peaks[0] and recomputed[1] > recomputed[0]
+
+
+def test_what_cannot_be_compared_is_refused():
+    assert compare.values_of("memory.remat")[1][:2] == ["none", "dots"]
+    assert compare.values_of("sharding.sequence_parallel") == ("sharding.sequence_parallel", [False, True])
+    assert compare.values_of("mesh.tensor=1,2,4") == ("mesh.tensor", [1, 2, 4])
+    for text, problem in (
+        ("memory.rmat", "did you mean"),
+        ("mesh.tensor", "write mesh.tensor=A,B,C"),
+        ("mesh.tensor=a", "int"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            compare.values_of(text)
+
+
+def test_without_the_plugin():
+    """On the eight fake CPU devices of the tests."""
+    small = tiny.config(mesh__fsdp=4, mesh__tensor=2, optimizer__name="adamw")
+    found = fallback.study(small, compile.parse_topology("h100:1x8"), "tiny", "no plugin here")
+    text = shown(found)
+    assert text.splitlines()[0].startswith("By formula only") and "no plugin here" in text.splitlines()[0]
+    assert found.peak_bytes == found.closed.total and found.timeline is None
+    assert found.communication.axis_bytes["fsdp"] > 0 and "fsdp" in text
+    assert "By formula only" in page.render(found, ()) and json.dumps(report.as_json(found, ()))
+    llama = fallback.study(config(*ONE_ROW), compile.parse_topology("h200:1x8"), "llama3_8b", "no plugin here")
+    formula = llama.closed.axis_bytes()
+    assert set(formula) == {"fsdp"} and llama.communication.axis_bytes["fsdp"] == pytest.approx(formula["fsdp"], rel=0.02)
+    assert {line.dtype for line in llama.communication.lines if line.purpose == "weights"} == {"bf16"}
+    large = fallback.study(config(), compile.parse_topology("h100:64x8"), "llama3_8b", "no plugin here")
+    assert large.communication is None and large.closed.total > 2**33
+
+
+@needs_plugin
+@pytest.mark.plan
+def test_verdict():
+    found = plan()
+    assert found.verdict == "fits" and found.headroom_bytes == found.gpu.memory_bytes - RESERVED_BYTES - found.ledger.total
