@@ -11,12 +11,13 @@ ACTIVATIONS: dict[str, str] = {
     "attention_in": "D: normalized input of the projections",
     "qkv": "(N + 2K) H: queries, keys and values before rotation",
     "attention": "N H and one float32 per head: output of attention and its log-sum-exp",
-    "attention_out": "D: what attention adds to the residual stream",
+    "attention_out": "D: what attention adds to the residual stream; needed only with post_norms",
+    "block_mid": "D: the residual stream between attention and MLP; kept unless all is recomputed",
     "mlp_in": "D: normalized input of the MLP",
     "mlp_hidden": "2F gated, else F: what gate and up products give",
     "mlp_out": "D: what the MLP adds; needed only with post_norms",
 }
-_PRODUCTS = tuple(name for name in ACTIVATIONS if name != "block_in")
+_PRODUCTS = tuple(name for name in ACTIVATIONS if not name.startswith("block_"))
 
 # None: everything, named or not.
 KEPT: dict[str, tuple[str, ...] | None] = {

@@ -172,7 +172,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "latency_hiding": Setting(True, "On GPUs: XLA's latency-hiding scheduler."),
         "combine_mib": Setting(
-            0, "On GPUs: collectives of a block are combined up to this size (reductions twice it); 0: by the GPU.", low=0
+            0, "On GPUs: collectives of a block are combined up to this size (reduce-scatters a quarter); 0: by the GPU.", low=0
         ),
         "parallel_collectives": Setting(2, "On GPUs: how many collectives may be under way at a time.", low=1),
         "double_buffering": Setting(

@@ -33,17 +33,30 @@ class Remat:
 
     Attributes:
       kept: names of activations; None: everything.
-      offloaded: those of them that are kept on the host; "block_in" too, which is kept always.
+      offloaded: those of them that are kept on the host; "block_in" and "block_mid" too, which are kept always (block_mid: but
+        when all is recomputed).
     """
 
     kept: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()
     every: int = 1
 
-    def apply(self, block: Callable, turn: int) -> Callable:
-        """`block`, at a turn of the pattern, under its policy."""
+    def recomputes_all(self, turn: int) -> bool:
+        """Whether the block at a turn of the pattern keeps nothing but its input."""
+        return self.kept == () and turn == self.every - 1
+
+    def to_host(self, x: Any) -> Any:
+        """A block's input, as it is kept when all is recomputed."""
+        return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Host), x) if "block_in" in self.offloaded else x
+
+    def from_host(self, x: Any) -> Any:
+        """The opposite of `to_host`."""
+        return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), x) if "block_in" in self.offloaded else x
+
+    def apply(self, part: Callable, turn: int) -> Callable:
+        """A part of the block at a turn of the pattern, under its policy."""
         if self.kept is None or turn < self.every - 1:
-            return block
+            return part
         on_device = [name for name in self.kept if name not in self.offloaded]
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=on_device,
@@ -51,8 +64,8 @@ class Remat:
             offload_src="device",
             offload_dst="pinned_host",
         )
-        # The block is the body of a loop, so common subexpressions cannot leak out of the recomputation.
-        return jax.checkpoint(block, policy=policy, prevent_cse=False)
+        # The part is in the body of a loop, so common subexpressions cannot leak out of the recomputation.
+        return jax.checkpoint(part, policy=policy, prevent_cse=False)
 
 
 def remat(settings: ml_collections.ConfigDict) -> Remat:

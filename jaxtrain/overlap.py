@@ -37,10 +37,10 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any
         "xla_gpu_memory_limit_slop_factor": settings.memory_limit_percent,
         "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives,
         "xla_gpu_enable_while_loop_double_buffering": settings.double_buffering,
-        # Weights are gathered in bfloat16 and gradients reduced in float32: twice the bytes for the same weights.
         "xla_gpu_all_gather_combine_threshold_bytes": combine << 20,
         "xla_gpu_all_reduce_combine_threshold_bytes": combine << 20,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2 * combine << 20,
+        # Gradients come one by one: what waits for more to go with starts late and is waited for at the end.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": combine << 18,
         # Weights of unlike shapes go together, or a block's small ones are sent by themselves.
         "xla_gpu_enable_all_gather_combine_by_dim": False,
         "xla_gpu_enable_reduce_scatter_combine_by_dim": False,

@@ -160,7 +160,7 @@ def _step_problems(config: ml_collections.ConfigDict) -> list[str]:
             continue
         if kept is None:
             found.append(f"memory.offload: memory.remat=none keeps unnamed activations too; to offload {name} use dots")
-        elif name not in kept and name != "block_in":
+        elif name not in kept and not (name == "block_in" or name == "block_mid" and kept):
             found.append(f"memory.offload: {name} is recomputed by memory.remat={memory.remat}, there is nothing to offload")
     return found
 

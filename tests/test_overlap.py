@@ -30,7 +30,7 @@ def test_collectives_are_combined_by_the_gpus_link():
     found = {gpu: options(gpu=gpu)[gather] >> 20 for gpu in ("a100-80g", "h100", "h200", "b200", "gb200")}
     assert found == {"a100-80g": 64, "h100": 128, "h200": 128, "b200": 256, "gb200": 256}
     asked = options(gpu="b200", combine_mib=32)
-    assert (asked[gather], asked[reduce]) == (32 << 20, 64 << 20)
+    assert (asked[gather], asked[reduce]) == (32 << 20, 8 << 20)
 
 
 def test_flags_of_the_user_win_and_are_reported(monkeypatch, caplog):

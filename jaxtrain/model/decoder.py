@@ -41,16 +41,19 @@ class Block(nnx.Module):
         self.mlp_post_norm = _norm(model, layout) if model.post_norms else None
         self.model, self.layout = model, layout
 
-    def __call__(self, x: jax.Array, rows: Rows, keys: tuple | None, window: jax.Array | int, cache: Cache | None = None):
+    def add_attention(self, x: jax.Array, rows: Rows, keys: tuple | None, window: jax.Array | int, cache: Cache | None = None):
         """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: the layer's dropout keys, [B, t] and [B, T]."""
         x = name(x, "block_in")
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
         attended, cache = self.attention(name(self.attention_norm(x), "attention_in"), rows, window, query_keys, cache)
-        x = self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0]))
-        return self._add(
-            x, self.mlp(name(self.mlp_norm(x), "mlp_in")), self.mlp_post_norm, fold(keys, RESIDUAL_SITES[1])
-        ), cache
+        return self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0])), cache
+
+    def add_mlp(self, x: jax.Array, keys: tuple | None):
+        """Residual stream [B, t, D] -> the same. `keys`: as in `add_attention`."""
+        x = name(x, "block_mid")
+        hidden = self.mlp(name(self.mlp_norm(x), "mlp_in"))
+        return self._add(x, hidden, self.mlp_post_norm, fold(keys and keys[0], RESIDUAL_SITES[1]))
 
     def _add(self, x, branch, post_norm, keys):
         branch = branch if post_norm is None else post_norm(branch)
@@ -128,17 +131,25 @@ class Decoder(nnx.Module):
         rows = Rows(segments, in_row, all_gather(layout, segments, "sequence", 1), angles)
         graph, stored = nnx.split(self.blocks)
 
-        def block(x, weights, of_layer, shared):
-            (number, window, cache), (rows, keys, query_keys) = of_layer, shared
-            layer_keys = None if keys is None else (fold(keys, number), fold(query_keys, number))
-            return nnx.merge(graph, weights)(x, rows, layer_keys, window, cache)
+        def layer_keys(number, shared):
+            _, keys, query_keys = shared
+            return None if keys is None else (fold(keys, number), fold(query_keys, number))
+
+        def attention(x, weights, of_layer, shared):
+            number, window, cache = of_layer
+            return nnx.merge(graph, weights).add_attention(x, shared[0], layer_keys(number, shared), window, cache)
+
+        def mlp(x, weights, of_layer, shared):
+            return nnx.merge(graph, weights).add_mlp(x, layer_keys(of_layer[0], shared)), None
 
         norm_graph, norm = nnx.split(self.final_norm)
         head, head_place = (self.embedder if model.tie_embeddings else self.head).head
         after = {"norm": nnx.to_pure_dict(norm), "head": head}
         after_places = {"norm": places(norm, layout, self.dtype), "head": head_place}
         block_places = places(stored, layout, self.dtype)
-        blocks = stack.Stack(block, block_places, after_places, model.num_layers, self.remat, self.prefetch)
+        blocks = stack.Stack(
+            {"attention": attention, "mlp": mlp}, block_places, after_places, model.num_layers, self.remat, self.prefetch
+        )
         of_layers = (jnp.arange(model.num_layers), jnp.asarray(layer_windows(model)), cache)
         x, after, cache, kept = stack.run(blocks, x, nnx.to_pure_dict(stored), after, of_layers, (rows, keys, query_keys))
         x = nnx.merge(norm_graph, after["norm"])(x)

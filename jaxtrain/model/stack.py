@@ -9,7 +9,9 @@ scan and to the compiler:
 - Weights that are used after the blocks (final norm, head) come along: they are fetched and their gradients reduced
   beside the last block, which stands outside the loop where anything is sent.
 - In the backward, gradients are added to the sums over microbatches in place, so that no second set of them exists.
-- What a block's backward computes last (attention's gradients) is reduced while the next block computes.
+- A block has parts (attention, MLP). While the backward of one computes, the gradients of the part before it are on their
+  way; those of a block's first part go with the next block. The compiler by itself sends all of it at the end of a block,
+  where little is left to compute: barriers tie what is sent to what it is sent beside.
 - What a block keeps for its backward is up to `jaxtrain.memory`; its weights are never among it.
 """
 
@@ -26,23 +28,22 @@ import jax.numpy as jnp
 from jaxtrain.memory import Remat
 from jaxtrain.model.weights import Weight, fetch, is_stored
 
-LAST_IN_BACKWARD = "attention"  # the part of a block whose gradients come last
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
     """What is fixed about the blocks.
 
     Attributes:
-      block: `(x, weights, of_layer, shared) -> (x, out)` for one layer: weights a nested dict of `Weight`s, x and the new x
-        alike, `of_layer` what differs between layers beside weights, `shared` what does not.
+      parts: name -> `(x, weights, of_layer, shared) -> (x, out)` of one layer, in order: weights a nested dict of `Weight`s, x
+        and the new x alike, `of_layer` what differs between layers beside weights, `shared` what does not. A weight belongs to
+        the part whose name its outermost key begins with. `out` may be None, but for the first part.
       places, after: nested dicts of `weights.Place`s like the weights of the blocks and those used after them.
       count: layers.
       remat: what blocks keep for the backward.
       prefetch: "off", "forward", "backward" or "both".
     """
 
-    block: Callable
+    parts: dict[str, Callable]
     places: Any
     after: Any
     count: int
@@ -80,21 +81,26 @@ class Stack:
         gives = jax.tree.leaves(jax.tree.map(sends, stored, self.places, is_leaf=is_stored))
         return self.count // every - (self.gathers(stored) or any(gives))
 
-    def give(self, sums: Any, gradients: Any, stored: Any, number: jax.Array | int) -> Any:
-        """Sums [L, ...] with a layer's gradients given to them. None among gradients: no change."""
+    def block(self, x: Any, weights: Any, of_layer: Any, shared: Any) -> tuple[Any, Any]:
+        """All parts; what the first gives out."""
+        outs = []
+        for part in self.parts.values():
+            x, out = part(x, weights, of_layer, shared)
+            outs.append(out)
+        return x, outs[0]
 
-        def one(sums, gradient, stored, place):
-            if gradient is None:
-                return sums
-            old = _of(sums, number)
+    def sums(self, gradients: Any, sums: Any, stored: Any, number: jax.Array | int) -> Any:
+        """What sums [L, ...] become at a layer with its gradients (of some parts) given to them."""
+
+        def one(gradient, sums, stored, place):
             earlier = stored.earlier
             if earlier is not None:
-                earlier = old if earlier.shape == sums.shape else _of(earlier, number)
-            new = place.give(gradient, earlier, stored.last)
-            return _put(sums, new, number)
+                earlier = _of(sums if earlier.shape == sums.shape else earlier, number)
+            return place.give(gradient, earlier, stored.last)
 
+        trees = ({key: tree[key] for key in gradients} for tree in (sums, stored, self.places))
         with jax.named_scope("give"):
-            return jax.tree.map(one, sums, gradients, stored, self.places, is_leaf=lambda x: x is None or is_stored(x))
+            return jax.tree.map(one, gradients, *trees)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +134,7 @@ def _forward(stack, x, stored, of_layers, shared, keep):
             if copies:
                 copy = jax.tree.map(lambda c, w: _put(c, w.value, number), copy, mine, is_leaf=_is_weight)  # noqa: B023
             if keep:
-                x, out = _keep(_block(stack, turn), x, mine, _layer(of_layers, number), shared)
+                x, out = _keep(stack, turn, x, mine, _layer(of_layers, number), shared)
             else:
                 x, out = stack.block(x, mine, _layer(of_layers, number), shared)
             outs.append(out)
@@ -167,10 +173,10 @@ def _backward(stack, residuals, cotangents):
         same = stored.earlier is not None and stored.earlier.shape == stored.slot.shape
         return stored.earlier if same else jnp.zeros(stored.slot.shape, jnp.float32)
 
-    def is_late(path, stored, place):
-        return path[0].key == LAST_IN_BACKWARD and place.sends(stored.last)
+    def put(sums, new, number):
+        return sums | {key: jax.tree.map(lambda s, n: _put(s, n, number), sums[key], new[key]) for key in new}
 
-    late = jax.tree_util.tree_map_with_path(is_late, stored, stack.places, is_leaf=is_stored)
+    tied = jax.lax.optimization_barrier if last is not None else lambda x: x  # alone, there is nothing to tie
 
     def blocks(carry, xs):
         (dx, weights, waiting, sums), (group, kept) = carry, xs
@@ -178,11 +184,14 @@ def _backward(stack, residuals, cotangents):
             number = group * every + turn
             mine = weights if ahead else stack.fetch(stored, number)
             weights = stack.fetch(stored, number - 1) if ahead else None
-            if waiting is not None:
-                sums = stack.give(sums, waiting, stored, number + 1)
-            dx, gradients = kept[turn].pull(dx, mine, _layer(of_layers, number), shared)
-            waiting = jax.tree.map(lambda g, is_late: g if is_late else None, gradients, late)
-            sums = stack.give(sums, jax.tree.map(lambda g, is_late: None if is_late else g, gradients, late), stored, number)
+            sent, given = stack.sums(waiting, sums, stored, number + 1), number + 1
+            for pull in kept[turn].pulls(stack, turn, mine, _layer(of_layers, number), shared):
+                dx, waiting = pull(dx)
+                dx, waiting, weights, sent = tied((dx, waiting, weights, sent))
+                sums = put(sums, sent, given)
+                sent, given = stack.sums(waiting, sums, stored, number), number
+            if last is None:
+                sums, waiting = put(sums, sent, given), {}
         return (dx, weights, waiting, sums), None
 
     loops = stack.loops(primal, every)
@@ -191,17 +200,15 @@ def _backward(stack, residuals, cotangents):
             weights = None
         elif weights is None:
             weights = stack.fetch(stored, stack.count - 1)
-        carry = (dx, weights, None, jax.tree.map(sums_of, stored, is_leaf=is_stored))
-        if last is None:  # nothing is sent, so nothing waits
-            carry = (*carry[:2], jax.tree.map(lambda _: None, late), carry[3])
-        else:
+        carry = (dx, weights, {}, jax.tree.map(sums_of, stored, is_leaf=is_stored))
+        if last is not None:
             carry, _ = blocks(carry, (loops, last))
         after_sums = jax.tree.map(
             _give_after, after, after_gradients, stack.after, is_leaf=lambda x: is_stored(x) or _is_weight(x)
         )
         carry, after_sums = jax.lax.optimization_barrier((carry, after_sums))
         (dx, _, waiting, sums), _ = jax.lax.scan(blocks, carry, (jnp.arange(loops), kept), reverse=True)
-        sums = stack.give(sums, waiting, stored, 0)
+        sums = put(sums, stack.sums(waiting, sums, stored, 0), 0)
     return dx, _cotangents(primal, sums), _cotangents(after, after_sums), None, None
 
 
@@ -219,20 +226,48 @@ def _cotangents(stored, gradients):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A block's backward without what can be had again: its weights and what it shares with others."""
+    """A block's backward, without what can be had again: its weights and what it shares with others.
+
+    `arrays`: its input alone when all is recomputed; else those of each part.
+    """
 
     arrays: list
-    rebuild: Callable = dataclasses.field(metadata={"static": True})
+    rebuild: list[Callable] | None = dataclasses.field(metadata={"static": True})
 
-    def pull(self, dx, *again):
-        """(cotangent of x, nested dict of float32 gradients) for the arguments that the block had after x."""
-        found = self.rebuild(self.arrays, again)(dx)
-        return found[0], jax.tree.map(lambda w: w.slot, found[1], is_leaf=_is_weight)
+    def pulls(self, stack, turn, *again):
+        """The backwards of its parts, last part first: cotangent of x -> (that of the part's x, the part's gradients)."""
+        if self.rebuild is None:
+            x, pulls = stack.remat.from_host(self.arrays[0]), []
+            for part in stack.parts.values():
+                x, pull = jax.vjp(_first(part), x, *again)
+                pulls.append(pull)
+        else:
+            pulls = [rebuild(arrays, again) for rebuild, arrays in zip(self.rebuild, self.arrays, strict=True)]
+
+        def gradients(name, pull, dx):
+            found = pull(dx)
+            own = {key: tree for key, tree in found[1].items() if key.startswith(name)}
+            return found[0], jax.tree.map(lambda w: w.slot, own, is_leaf=_is_weight)
+
+        named = zip(stack.parts, pulls, strict=True)
+        return [functools.partial(gradients, name, pull) for name, pull in reversed(list(named))]
 
 
-def _keep(block, x, *again):
-    """The new x, and what the backward needs beside the arguments after x."""
-    x, pull = jax.vjp(block, x, *again)
+def _keep(stack, turn, x, *again):
+    """The new x of a block, and what the backward needs beside the arguments after x."""
+    if stack.remat.recomputes_all(turn):
+        return stack.block(x, *again)[0], _Kept([stack.remat.to_host(x)], None)
+    arrays, rebuild = [], []
+    for part in stack.parts.values():
+        x, residuals, one = _keep_part(stack.remat.apply(_first(part), turn), x, *again)
+        arrays.append(residuals)
+        rebuild.append(one)
+    return x, _Kept(arrays, rebuild)
+
+
+def _keep_part(part, x, *again):
+    """The new x of a part, what else its backward needs, and how to make that backward of both."""
+    x, pull = jax.vjp(part, x, *again)
     residuals, structure = jax.tree.flatten(pull)
     numbers = {id(array): number for number, array in enumerate(jax.tree.leaves(again))}
     sources = [numbers.get(id(residual)) for residual in residuals]
@@ -241,12 +276,12 @@ def _keep(block, x, *again):
         arrays, again = iter(arrays), jax.tree.leaves(again)
         return jax.tree.unflatten(structure, [next(arrays) if s is None else again[s] for s in sources])
 
-    return x, _Kept([r for r, s in zip(residuals, sources, strict=True) if s is None], rebuild)
+    return x, [r for r, s in zip(residuals, sources, strict=True) if s is None], rebuild
 
 
-def _block(stack, turn):
-    """The block at a turn of the remat pattern, without its second output."""
-    return stack.remat.apply(lambda *args: stack.block(*args)[0], turn)
+def _first(part: Callable) -> Callable:
+    """A part without its second output."""
+    return lambda *args: part(*args)[0]
 
 
 def _layer(tree: Any, number: jax.Array | int) -> Any:
