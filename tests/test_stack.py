@@ -120,14 +120,14 @@ def wanted():
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("prefetch", ["off", "forward", "backward", "both"])
 def test_gradients_are_those_of_plain_differentiation(mesh, prefetch):
-    assert_close(gradients(mesh, prefetch=prefetch), wanted(), 1e-5)
+    assert_close(gradients(mesh, prefetch=prefetch), wanted(), 3e-5)
 
 
 @pytest.mark.parametrize("policy", KEPT)
 @pytest.mark.parametrize("mesh", ["one", "zero 3"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_remat_changes_no_number(policy, mesh, every):
-    assert_close(gradients(mesh, remat=Remat(KEPT[policy], every=every)), wanted(), 1e-5)
+    assert_close(gradients(mesh, remat=Remat(KEPT[policy], every=every)), wanted(), 3e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -140,7 +140,7 @@ def test_sums_of_earlier_microbatches_are_added_to(mesh):
     parts = {"attention": waiting, "mlp": waiting, "norm": all_devices}
     summed = jax.tree_util.tree_map_with_path(lambda path, e: parts[path[0].key] * e, earlier)
     weights = jax.tree.map(jnp.add, weights, summed)
-    assert_close(got, (value, x, weights, head), 1e-5)
+    assert_close(got, (value, x, weights, head), 3e-5)
 
 
 @pytest.mark.parametrize("policy", KEPT)
