@@ -11,7 +11,7 @@ from tiny import assert_close, config, devices, program
 from jaxtrain import mesh as meshes
 from jaxtrain.activations import KEPT
 from jaxtrain.memory import Remat, name
-from jaxtrain.model import stack
+from jaxtrain.model import products, stack
 from jaxtrain.model.layers import _columns, _read, _row
 from jaxtrain.model.weights import Place, Stored
 from jaxtrain.sharding import ZERO_STAGES, make_layout, per_device
@@ -35,8 +35,8 @@ def is_dims(x):
 def block(layout, x, weights, number, shared):
     """A new x and what it gives out, with products as the model makes them."""
     normal = name(x * _read(weights["norm"]["scale"]), "attention_in")
-    inner = name(_columns(normal, [weights["attention"]["kernel"]], "BD,DF->BF", layout)[0], "mlp_hidden")
-    down = _row(jnp.tanh(inner + shared), weights["mlp"]["kernel"], "BF,DF->BD", layout)
+    inner = name(_columns(normal, [weights["attention"]["kernel"]], "BD,DF->BF", layout, products.plain)[0], "mlp_hidden")
+    down = _row(jnp.tanh(inner + shared), weights["mlp"]["kernel"], "BF,DF->BD", layout, products.plain)
     x = x + name(down, "mlp_out") / (1.0 + number)
     return x, x.mean()
 
