@@ -11,7 +11,7 @@ from tiny import assert_close, config, devices, program
 from jaxtrain import mesh as meshes
 from jaxtrain.activations import KEPT
 from jaxtrain.memory import Remat, name
-from jaxtrain.model import stack
+from jaxtrain.model import products, stack
 from jaxtrain.model.layers import _columns, _read, _row
 from jaxtrain.model.weights import Place, Stored
 from jaxtrain.sharding import ZERO_STAGES, make_layout, per_device
@@ -35,8 +35,8 @@ def is_dims(x):
 def block(layout, x, weights, number, shared):
     """A new x and what it gives out, with products as the model makes them."""
     normal = name(x * _read(weights["norm"]["scale"]), "attention_in")
-    inner = name(_columns(normal, [weights["attention"]["kernel"]], "BD,DF->BF", layout)[0], "mlp_hidden")
-    down = _row(jnp.tanh(inner + shared), weights["mlp"]["kernel"], "BF,DF->BD", layout)
+    inner = name(_columns(normal, [weights["attention"]["kernel"]], "BD,DF->BF", layout, products.plain)[0], "mlp_hidden")
+    down = _row(jnp.tanh(inner + shared), weights["mlp"]["kernel"], "BF,DF->BD", layout, products.plain)
     x = x + name(down, "mlp_out") / (1.0 + number)
     return x, x.mean()
 
@@ -120,14 +120,14 @@ def wanted():
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("prefetch", ["off", "forward", "backward", "both"])
 def test_gradients_are_those_of_plain_differentiation(mesh, prefetch):
-    assert_close(gradients(mesh, prefetch=prefetch), wanted(), 1e-5)
+    assert_close(gradients(mesh, prefetch=prefetch), wanted(), 3e-5)
 
 
 @pytest.mark.parametrize("policy", KEPT)
 @pytest.mark.parametrize("mesh", ["one", "zero 3"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_remat_changes_no_number(policy, mesh, every):
-    assert_close(gradients(mesh, remat=Remat(KEPT[policy], every=every)), wanted(), 1e-5)
+    assert_close(gradients(mesh, remat=Remat(KEPT[policy], every=every)), wanted(), 3e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -140,7 +140,7 @@ def test_sums_of_earlier_microbatches_are_added_to(mesh):
     parts = {"attention": waiting, "mlp": waiting, "norm": all_devices}
     summed = jax.tree_util.tree_map_with_path(lambda path, e: parts[path[0].key] * e, earlier)
     weights = jax.tree.map(jnp.add, weights, summed)
-    assert_close(got, (value, x, weights, head), 1e-5)
+    assert_close(got, (value, x, weights, head), 3e-5)
 
 
 @pytest.mark.parametrize("policy", KEPT)
