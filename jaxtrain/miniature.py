@@ -9,7 +9,7 @@ import math
 
 import ml_collections
 
-from jaxtrain.config import SETTINGS
+from jaxtrain.settings import SETTINGS
 from jaxtrain.validate import AXES, BYTE_VOCAB
 
 PRIORITY = ("tensor", "fsdp", "sequence", "data", "expert", "pipeline")  # who keeps two devices when not all axes can

@@ -13,8 +13,9 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain import nearest, validate
-from jaxtrain.config import SETTINGS, ConfigError, default_config
+from jaxtrain.config import ConfigError, default_config
 from jaxtrain.main import command, main
+from jaxtrain.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).parent.parent
 

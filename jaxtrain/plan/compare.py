@@ -8,12 +8,13 @@ import ml_collections
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.config import SETTINGS, ConfigError, parse
+from jaxtrain.config import ConfigError, parse
 from jaxtrain.nearest import nearest_key
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import compile
 from jaxtrain.plan.advice import Change, changed
 from jaxtrain.plan.study import Plan, study
+from jaxtrain.settings import SETTINGS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,239 @@
+"""Every key of the configuration, with its default, bounds and meaning. Data; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One key of the tree: its default (whose type is the key's type), meaning, and allowed values or range."""
+
+    default: Any
+    doc: str
+    choices: tuple = ()
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None  # exclusive lower bound
+    below: float | None = None  # exclusive upper bound
+    optional: type | None = None  # the type beside None, for settings whose default is None
+
+    @property
+    def type(self) -> type:
+        return self.optional or type(self.default)
+
+
+def _share(doc: str, default: float = 0.0) -> Setting:
+    return Setting(default, doc, low=0.0, below=1.0)
+
+
+SETTINGS: dict[str, dict[str, Setting]] = {
+    "model": {
+        "vocab_size": Setting(258, "Token ids are 0..vocab_size-1 (258: 256 bytes, BOS, EOS).", low=2),
+        "vocab_pad_multiple": Setting(
+            128, "Embedding and head rows are padded to this multiple, the same on every mesh; padding is masked.", low=1
+        ),
+        "num_layers": Setting(4, "Decoder blocks.", low=1),
+        "embed_dim": Setting(256, "Width of the residual stream.", low=1),
+        "num_heads": Setting(8, "Query heads.", low=1),
+        "num_kv_heads": Setting(8, "Key/value heads; fewer than num_heads is GQA.", low=1),
+        "head_dim": Setting(32, "Width of one head, independent of embed_dim / num_heads; even with RoPE.", low=1),
+        "mlp_dim": Setting(688, "Hidden width of the feed-forward layer.", low=1),
+        "mlp": Setting(
+            "swiglu",
+            "swiglu and geglu are gated; gelu is the tanh approximation, gelu_exact uses erf.",
+            choices=("swiglu", "geglu", "gelu", "gelu_exact"),
+        ),
+        "norm": Setting("rmsnorm", "Normalization before attention, MLP and head.", choices=("rmsnorm", "layernorm")),
+        "norm_eps": Setting(1e-5, "Added to the variance inside norms.", above=0.0),
+        "norm_unit_offset": Setting(False, "Norms scale by 1 + weight (Gemma)."),
+        "post_norms": Setting(False, "Also normalize the output of attention and MLP before the residual (Gemma 2)."),
+        "position": Setting("rope", "Rotary or learned absolute positions.", choices=("rope", "learned")),
+        "rope_theta": Setting(10_000.0, "RoPE base.", above=1.0),
+        "rope_scaling": Setting("none", "llama3 rescales low frequencies (Llama 3.1).", choices=("none", "llama3")),
+        "rope_scaling_factor": Setting(8.0, "llama3 scaling: divisor of the low frequencies.", low=1.0),
+        "rope_low_freq_factor": Setting(1.0, "llama3 scaling: wavelengths above original/low are fully divided.", above=0.0),
+        "rope_high_freq_factor": Setting(4.0, "llama3 scaling: wavelengths below original/high are kept.", above=0.0),
+        "rope_original_len_tokens": Setting(8192, "llama3 scaling: context length before scaling.", low=1),
+        "max_len_tokens": Setting(8192, "Longest context; the size of the table of learned positions.", low=1),
+        "qkv_bias": Setting(False, "Bias on query, key and value projections."),
+        "attention_out_bias": Setting(False, "Bias on the attention output projection."),
+        "mlp_bias": Setting(False, "Bias on the MLP projections."),
+        "qk_norm": Setting(False, "RMSNorm over head_dim on queries and keys before RoPE (Qwen3)."),
+        "tie_embeddings": Setting(False, "The head is the embedding table."),
+        "scale_embeddings": Setting(False, "Multiply embeddings by sqrt(embed_dim) (Gemma)."),
+        "attention_scale": Setting(None, "Multiplies q.k; None is 1/sqrt(head_dim).", optional=float, above=0.0),
+        "sliding_window_tokens": Setting(0, "A query sees this many latest keys, itself included; 0 is all.", low=0),
+        "global_attention_every": Setting(
+            0, "With a window: every n-th layer sees everything (Gemma 2: 2); 0 keeps the window in all layers.", low=0
+        ),
+        "attention_softcap": Setting(0.0, "cap * tanh(scores / cap) before the softmax; 0 is off.", low=0.0),
+        "logit_softcap": Setting(0.0, "cap * tanh(logits / cap) before the loss; 0 is off.", low=0.0),
+        "dropout_embedding": _share("Dropout rate after the embedding."),
+        "dropout_attention": _share("Dropout rate on attention probabilities."),
+        "dropout_residual": _share("Dropout rate on each branch before it joins the residual."),
+        "init_stddev": Setting(0.02, "Standard deviation of initial matrices.", above=0.0),
+        "init_scaled_outputs": Setting(True, "Divide the stddev of residual output matrices by sqrt(2 * num_layers)."),
+    },
+    "mesh": {
+        "pipeline": Setting(1, "Pipeline stages. Only 1 is supported so far.", low=-1),
+        "data": Setting(-1, "Data-parallel replicas. One axis may be -1: whatever devices are left.", low=-1),
+        "fsdp": Setting(1, "Devices that share one copy of the sharded state.", low=-1),
+        "expert": Setting(1, "Expert parallelism. Only 1 is supported so far.", low=-1),
+        "sequence": Setting(1, "Devices that share one row's positions; keys and values are gathered.", low=-1),
+        "tensor": Setting(1, "Megatron tensor parallelism; keep it inside a node.", low=-1),
+    },
+    "sharding": {
+        "zero_stage": Setting(
+            3,
+            "What is sharded over fsdp. 0: nothing (DDP); 1: float32 weights and optimizer state; 2: gradient sums as well, "
+            "reduced each microbatch; 3: the working weights too, gathered block by block.",
+            choices=(0, 1, 2, 3),
+        ),
+        "sequence_parallel": Setting(
+            True, "With tensor > 1: between blocks, positions are split over tensor; halves its traffic and saves activations."
+        ),
+    },
+    "precision": {
+        "compute_dtype": Setting(
+            "bfloat16",
+            "Of matrix products and activations. Weights, moments, gradient sums, norms, softmax and loss are float32.",
+            choices=("bfloat16", "float32"),
+        ),
+        "products": Setting(
+            "compute",
+            "Matrix products of blocks in compute_dtype, or in fp8 with one scale per tensor (e4m3 forward, e5m2 gradients; "
+            "needs compute_dtype=bfloat16, and on NVIDIA a Hopper GPU or later).",
+            choices=("compute", "fp8"),
+        ),
+        "reduce_dtype": Setting(
+            "float32", "In which gradients cross the network, whatever the compute dtype.", choices=("float32", "bfloat16")
+        ),
+    },
+    "memory": {
+        "remat": Setting(
+            "dots",
+            "What blocks recompute in the backward. none: nothing; dots: all but what matrix products and attention give; "
+            "attention: that too; mlp: as dots, and the MLP's hidden activations; full: all but the blocks' inputs; "
+            "names: all but memory.keep.",
+            choices=("none", "dots", "attention", "mlp", "full", "names"),
+        ),
+        "keep": Setting((), "With remat=names: named activations that are kept (README, Choose a layout)."),
+        "remat_every_blocks": Setting(
+            1,
+            "memory.remat holds for the last of every so many blocks, the others recompute nothing; divides num_layers.",
+            low=1,
+        ),
+        "offload": Setting(
+            (),
+            "What lies in pinned host memory: master (float32 weights), moments (optimizer state), and named activations that "
+            "are kept for the backward.",
+        ),
+        "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
+    },
+    "overlap": {
+        "prefetch": Setting(
+            "both",
+            "ZeRO-3: in which passes the weights of the next block are gathered while one computes. Costs the gathered weights "
+            "of one more block.",
+            choices=("off", "forward", "backward", "both"),
+        ),
+        "collective_matmul": Setting(
+            True,
+            "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
+            "partial products.",
+        ),
+        "latency_hiding": Setting(True, "On GPUs: XLA's latency-hiding scheduler."),
+        "combine_mib": Setting(
+            0, "On GPUs: collectives of a block are combined up to this size (reduce-scatters a quarter); 0: by the GPU.", low=0
+        ),
+        "parallel_collectives": Setting(2, "On GPUs: how many collectives may be under way at a time.", low=1),
+        "double_buffering": Setting(
+            False, "On GPUs: the layer loops are unrolled twice, which saves copies of fetched weights and costs memory."
+        ),
+        "memory_limit_percent": Setting(
+            95, "On GPUs: share of the device's memory up to which the scheduler may start collectives early.", low=1, high=100
+        ),
+    },
+    "optimizer": {
+        "name": Setting("adamw", "Update rule.", choices=("adamw", "lion", "muon", "adafactor", "sgd")),
+        "learning_rate": Setting(3e-4, "Peak learning rate.", low=0.0),
+        "schedule": Setting(
+            "cosine",
+            "After warm-up: cosine or linear decay, constant, or wsd (constant, then linear decay over decay_steps).",
+            choices=("cosine", "linear", "constant", "wsd"),
+        ),
+        "warmup_steps": Setting(0, "Step k < warmup_steps uses peak * (k + 1) / warmup_steps: step 0 is not a no-op.", low=0),
+        "decay_steps": Setting(0, "wsd: length of the final decay.", low=0),
+        "final_fraction": Setting(0.1, "Decays end, at the last step of train.num_steps, at peak * this.", low=0.0, high=1.0),
+        "b1": _share("First-moment decay (adamw, lion, and muon's Adam part).", 0.9),
+        "b2": _share("Second-moment decay (adamw, lion, and muon's Adam part).", 0.95),
+        "eps": Setting(1e-8, "Added to the root of the second moment.", above=0.0),
+        "momentum": _share("sgd and muon; 0 is plain SGD.", 0.9),
+        "weight_decay": Setting(0.1, "Decoupled; on matrices only, never on norms, biases or embeddings' padding.", low=0.0),
+        "clip_norm": Setting(1.0, "Largest global gradient norm; 0 does not clip.", low=0.0),
+        "max_nonfinite_steps": Setting(
+            10, "A step with a non-finite gradient changes nothing; this many in a row stop the run.", low=1
+        ),
+    },
+    "data": {
+        "paths": Setting(
+            ("python_stdlib",),
+            "Text files or folders (searched recursively), or python_stdlib: the source of Python's standard library.",
+        ),
+        "pattern": Setting("*", "Glob for file names inside folders."),
+        "eval_paths": Setting((), "Held-out files or folders; empty: holdout_fraction of the documents of paths."),
+        "holdout_fraction": _share("Share of documents, chosen by a hash of their text, kept from training.", 0.05),
+        "tokenizer": Setting("byte", "byte: ids 0..255 are bytes, 256 is BOS, 257 is EOS.", choices=("byte",)),
+        "add_bos": Setting(False, "Begin each document with BOS."),
+        "on_bad_text": Setting(
+            "error",
+            "Undecodable bytes: stop naming file and offset, skip the document (counted), or put U+FFFD.",
+            choices=("error", "skip", "replace"),
+        ),
+        "seq_len_tokens": Setting(256, "Positions per row. Documents are packed into rows, long ones split.", low=2),
+        "global_batch_rows": Setting(32, "Rows of one optimizer step over all devices and microbatches.", low=1),
+        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0),
+        "num_workers": Setting(0, "Loader processes; 0 reads in threads.", low=0),
+        "prefetch_batches": Setting(2, "Batches read ahead.", low=1),
+    },
+    "train": {
+        "num_steps": Setting(300, "Optimizer steps of the whole run.", low=1),
+        "seed": Setting(0, "Initial weights and dropout.", low=0),
+        "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
+        "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
+        "label_smoothing": _share("Share of the target spread evenly over the vocabulary."),
+        "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1),
+    },
+    "checkpoint": {
+        "save_every_steps": Setting(100, "Steps between checkpoints; 0 saves none, not even the last.", low=0),
+        "keep_last": Setting(2, "Newest checkpoints to keep.", low=1),
+        "keep_every_steps": Setting(0, "Also keep each step that this divides; 0 keeps none extra.", low=0),
+    },
+    "eval": {
+        "every_steps": Setting(100, "Steps between evaluations; 0 evaluates at the end only.", low=0),
+        "at_start": Setting(False, "Also evaluate the initial weights, before the first step."),
+        "max_batches": Setting(20, "Held-out batches per evaluation, the same each time; 0 is all.", low=0),
+    },
+    "observe": {
+        "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
+        "tensorboard": Setting(True, "Write TensorBoard events into WORKDIR/tensorboard."),
+    },
+    "runtime": {
+        "platform": Setting("auto", "auto takes a GPU when there is one.", choices=("auto", "cpu", "gpu")),
+        "fake_devices": Setting(0, "CPU devices per process to pretend, on a machine without accelerators; 0: one.", low=0),
+        "attention": Setting(
+            "auto",
+            "cudnn (GPU, bfloat16), blockwise (any, holds no T x T scores), reference (holds them), or auto: the first of "
+            "these that can honour every setting.",
+            choices=("auto", "cudnn", "blockwise", "reference"),
+        ),
+        "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS."),
+        "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
+        "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
+        "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
+        "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
+        "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none."),
+    },
+}
