@@ -74,6 +74,19 @@ def test_only_what_fits_is_proposed_and_results_are_kept(tmp_path, monkeypatch):
     assert search.search(config(), H100, tmp_path / "other", limit_s=-1) == [], "no time, nothing compiled"
 
 
+def test_what_is_slower_by_formula_is_not_compiled(tmp_path, monkeypatch):
+    tried = []
+
+    def compiled(config, topology, candidate):
+        tried.append(candidate.seconds)
+        return result(candidate)
+
+    monkeypatch.setattr(search, "_compiled", compiled)
+    search.search(config(), H100, tmp_path, limit_s=60, most=10_000)
+    every = [candidate.seconds for candidate in search.candidates(config(), H100)]
+    assert max(tried) <= search.BETTER * min(every) < max(every)
+
+
 def test_the_file_is_a_config(tmp_path):
     candidate = search.candidates(config(), H100)[0]
     path = tmp_path / "tuned.py"
