@@ -82,6 +82,16 @@ def test_rows_follow_the_stage():
 
 
 @needs_plugin
+def test_what_is_on_the_host_is_apart():
+    changes = ("memory.offload=master,moments",)
+    found, stats = plan(*changes).ledger, compiled(*changes).executable.memory_analysis()
+    check_sums(compiled(*changes), found)
+    assert sum(found.host.values()) == stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes > 11 * GIB
+    assert found.host == plan(*changes).closed.host and not {"master", "adam_m", "adam_v"} & set(found.rows)
+    assert found.rows["update"] > GIB, "the update brings them back piece by piece"
+
+
+@needs_plugin
 def test_large_buffers_have_a_source_or_a_weight():
     for changes in STAGES[3:] + POLICIES:
         for piece in plan(*changes).ledger.pieces[:20]:

@@ -22,7 +22,7 @@ M = f"bf16[{N},{N}]{{1,0}}"
 GATHER = f"all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={{0}}, {SYNC}"
 
 
-def walk(body: str, trips: int = 0, sync: str = "false") -> timeline.Timeline:
+def walk(body: str, trips: int = 0, sync: str = "false", known: bool = True) -> timeline.Timeline:
     """The timeline of lines of HLO over %x, once or as the body of a loop."""
     body = body.replace("GATHER", f"(({M}), bf16[{8 * N},{N}]{{1,0}}) {GATHER.replace('SYNC', sync)}").replace(
         "PRODUCT", f"{M} custom-call(%x, %x), {CUBLAS}"
@@ -49,6 +49,7 @@ ENTRY %main (s: (s32[], {M})) -> (s32[], {M}) {{
   ROOT %w = (s32[], {M}) while(%s), condition=%cond, body=%body, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}
 }}
 """
+    text = text if known else text.replace("known_trip_count", "unknown")
     module = hlo.parse("HloModule m, is_scheduled=true\n\n" + text)
     return timeline.walk(module, hlo.collectives(module, LINKS.mesh_shape), LINKS)
 
@@ -85,6 +86,11 @@ def test_loops_repeat():
     waiting = walk("  %g = GATHER\n  %d = " + f"{M} all-gather-done(%g)", 12)
     assert waiting.exposed_s == pytest.approx(12 * GATHER_S)
     assert waiting.waits == {("body", "g"): pytest.approx(12 * GATHER_S)}
+
+
+def test_loops_of_unknown_length_are_said():
+    assert walk("  %p = PRODUCT", 3).uncounted == 0
+    assert walk("  %p = PRODUCT", 3, known=False).uncounted == 1
 
 
 def test_memory_bound_operations_take_their_bytes():

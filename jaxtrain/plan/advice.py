@@ -123,5 +123,7 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
             yield (("overlap.prefetch", "off"),)
         if config.overlap.double_buffering:
             yield (("overlap.double_buffering", False),)
+    if row in ("adam_m", "adam_v", "master") and "moments" not in config.memory.offload:
+        yield (("memory.offload", (*config.memory.offload, "moments")),)
     if row == "logits" and config.memory.loss_chunk_tokens > 256:
         yield (("memory.loss_chunk_tokens", config.memory.loss_chunk_tokens // 2),)

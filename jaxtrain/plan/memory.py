@@ -28,6 +28,7 @@ ROWS = {
     "optimizer": "other state",
     "parameters": "parameters (working copies)",
     "gradients": "gradients",
+    "update": "weights and moments at their update",
     "activations": "activations kept for the backward",
     "gathered": "gathered weights in flight",
     "logits": "logits and loss",
@@ -318,7 +319,8 @@ def _weight(books: _Books, value: Value):
     elif books.facts.has_tokens(value.dims) and not (found.stacked and found.exact) and not books.about_weights(value):
         return None
     if value.dtype == "f32":
-        return "gradients", found.names
+        updating = value.node.opcode.startswith("copy-") or books.from_file(value, "jaxtrain/optimizer.py", depth=3)
+        return ("update" if updating else "gradients"), found.names
     return ("parameters" if found.stacked or "whole" not in found.placements else "gathered"), found.names
 
 

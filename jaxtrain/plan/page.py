@@ -24,6 +24,7 @@ COLORS = {
     "optimizer": "#9fc5e8",
     "parameters": "#134f5c",
     "gradients": "#e08e0b",
+    "update": "#b8860b",
     "activations": "#4b8b3b",
     "gathered": "#7e57a8",
     "logits": "#c0504d",

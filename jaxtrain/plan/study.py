@@ -117,8 +117,29 @@ def study(
     done = time.monotonic()
     seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}
     return Plan(
-        **about(config, topology, name), closed=closed, ledger=ledger, communication=spoken, timeline=walked, seconds=seconds
+        **about(config, topology, name),
+        closed=closed,
+        ledger=ledger,
+        communication=spoken,
+        timeline=walked,
+        seconds=seconds,
+        notes=_notes(config, closed, ledger, walked),
     )
+
+
+def _notes(config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, walked: Timeline) -> tuple[str, ...]:
+    notes = []
+    if missing := sum(size for row, size in closed.host.items() if row not in ledger.host):
+        notes.append(
+            f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
+            f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device"
+        )
+    if walked.uncounted:
+        notes.append(
+            f"{walked.uncounted} loops end when their data say so (attention that skips masked blocks) and are counted once: "
+            "the predicted time is too short"
+        )
+    return tuple(notes)
 
 
 def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: str) -> dict[str, Any]:
@@ -153,6 +174,7 @@ WHY = {
     "activations": "the closed form has what the policy keeps of one microbatch; those of two may be alive at once",
     "parameters": "bfloat16 copies that all microbatches start from; more is a second copy in another layout",
     "logits": "the peak may be elsewhere than in the loss",
+    "update": "what the optimizer has at hand at the peak, from the host or computed, not in the closed form",
     "block": "what one block computes, not in the closed form",
     "collectives": "results of collectives that are no weights or gradients, not in the closed form",
     "attention": "workspace of the kernel, not in the closed form",

@@ -55,6 +55,7 @@ class Timeline:
     times: dict[Key, float]
     strips: dict[str, tuple[Span, ...]]
     strip_s: dict[str, float]
+    uncounted: int  # loops whose number of turns is not known before they run: they count once
 
 
 def walk(module: hlo.Module, collectives: list[hlo.Collective], links: Links, rates: Rates = RATES) -> Timeline:
@@ -82,6 +83,7 @@ def walk(module: hlo.Module, collectives: list[hlo.Collective], links: Links, ra
         times=times,
         strips=strips,
         strip_s=strip_s,
+        uncounted=len(walker.uncounted),
     )
 
 
@@ -103,6 +105,7 @@ class _Walker:
         self.costs: dict[Key, tuple[str, float, float]] = {}
         self.spans: list[Span] = []
         self.loops: list[_Loop] = []
+        self.uncounted: set[Key] = set()
 
     def run(self, computation: hlo.Computation) -> None:
         """Advances by one execution of a computation."""
@@ -125,7 +128,10 @@ class _Walker:
 
     def _loop(self, around: hlo.Computation, instruction: hlo.Instruction) -> None:
         body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)
-        trips = hlo.trip_count(self.module, around, instruction) or 1
+        trips = hlo.trip_count(self.module, around, instruction)
+        if trips is None:
+            self.uncounted.add((around.name, instruction.name))
+            trips = 1
         computation = self.module.computations[body[1]]
         self.run(computation)
         if trips < 2:
