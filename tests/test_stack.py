@@ -23,7 +23,7 @@ DIMS = {
     "norm": {"scale": ("vector",)},
 }
 AFTER = {"head": ("embed", "vocab")}
-SHAPES = {"attention": {"kernel": (D, F)}, "mlp": {"kernel": (D, F)}, "norm": {"scale": (D,)}}
+SHAPES = {"attention": {"kernel": (D, F)}, "mlp": {"kernel": (D, F)}, "attention_norm": {"scale": (D,)}}
 MESHES = {"one": {}, "zero 1": dict(mesh__fsdp=2, sharding__zero_stage=1), "zero 3": dict(mesh__fsdp=2)}
 MESHES |= {"zero 0": dict(mesh__data=2, sharding__zero_stage=0), "hsdp": dict(mesh__data=2, mesh__fsdp=2)}
 
@@ -32,18 +32,23 @@ def is_dims(x):
     return isinstance(x, tuple)
 
 
-def block(layout, x, weights, number, shared):
-    """A new x and what it gives out, with products as the model makes them."""
-    normal = name(x * _read(weights["norm"]["scale"]), "attention_in")
+def attention(layout, x, weights, number, shared):
+    """The first part, and what it gives out, with products as the model makes them."""
+    normal = name(x * _read(weights["attention_norm"]["scale"]), "attention_in")
     inner = name(_columns(normal, [weights["attention"]["kernel"]], "BD,DF->BF", layout, products.plain)[0], "mlp_hidden")
+    return (x, inner), x.mean()
+
+
+def mlp(layout, x, weights, number, shared):
+    """The second part: a new x."""
+    x, inner = x
     down = _row(jnp.tanh(inner + shared), weights["mlp"]["kernel"], "BF,DF->BD", layout, products.plain)
-    x = x + name(down, "mlp_out") / (1.0 + number)
-    return x, x.mean()
+    return x + name(down, "mlp_out") / (1.0 + number), None
 
 
 def plain(x, weights, head, shared):
     for number in range(L):
-        inner = (x * weights["norm"]["scale"][number]) @ weights["attention"]["kernel"][number]
+        inner = (x * weights["attention_norm"]["scale"][number]) @ weights["attention"]["kernel"][number]
         x = x + jnp.tanh(inner + shared) @ weights["mlp"]["kernel"][number].T / (1.0 + number)
     return jnp.sum(jnp.sin(x @ head))
 
@@ -58,9 +63,8 @@ def make(layout, **settings):
         return Place(layout, dims, jnp.dtype("float32"), dims != ("vector",))
 
     places, after = (jax.tree.map(place, dims, is_leaf=is_dims) for dims in (DIMS, AFTER))
-    return stack.Stack(
-        functools.partial(block, layout), places, after, L, settings.get("remat", Remat()), settings.get("prefetch", "both")
-    )
+    parts = {"attention": functools.partial(attention, layout), "mlp": functools.partial(mlp, layout)}
+    return stack.Stack(parts, places, after, L, settings.get("remat", Remat()), settings.get("prefetch", "both"))
 
 
 @functools.cache
@@ -137,7 +141,7 @@ def test_sums_of_earlier_microbatches_are_added_to(mesh):
     layout, earlier = layout_of(MESHES[mesh]), inputs()[4]
     all_devices = layout.size("data", "fsdp")  # those of vectors wait for the end of the step
     waiting = layout.size("data") if "gradient" in ZERO_STAGES[layout.zero_stage] else all_devices
-    parts = {"attention": waiting, "mlp": waiting, "norm": all_devices}
+    parts = {"attention": waiting, "mlp": waiting, "attention_norm": all_devices}
     summed = jax.tree_util.tree_map_with_path(lambda path, e: parts[path[0].key] * e, earlier)
     weights = jax.tree.map(jnp.add, weights, summed)
     assert_close(got, (value, x, weights, head), 3e-5)
@@ -193,5 +197,5 @@ def test_what_blocks_give_out():
     x, weights, head, shared, _ = inputs()
     stored = jax.tree.map(Stored, weights)
     y, after, out, kept = stack.run(make(layout), x, stored, {"head": Stored(head)}, jnp.arange(L), shared)
-    assert out.shape == (L,) and kept is None and np.isclose(out[-1], y.mean())
+    assert out.shape == (L,) and kept is None and np.isclose(out[0], x.mean())
     np.testing.assert_allclose(jnp.sum(jnp.sin(y @ after["head"].value)), wanted()[0], rtol=1e-5)
