@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 
+import jax
 import numpy as np
 import pytest
 

@@ -20,7 +20,7 @@ B, D, F, L = 4, 8, 12, 4
 DIMS = {
     "attention": {"kernel": ("embed", "mlp")},
     "mlp": {"kernel": ("embed", "mlp")},
-    "norm": {"scale": ("vector",)},
+    "attention_norm": {"scale": ("vector",)},
 }
 AFTER = {"head": ("embed", "vocab")}
 SHAPES = {"attention": {"kernel": (D, F)}, "mlp": {"kernel": (D, F)}, "attention_norm": {"scale": (D,)}}

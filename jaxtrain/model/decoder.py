@@ -47,7 +47,8 @@ class Block(nnx.Module):
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
         attended, cache = self.attention(name(self.attention_norm(x), "attention_in"), rows, window, query_keys, cache)
-        return self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0])), cache
+        with jax.named_scope("block_mid"):  # the name by which a plan finds it
+            return self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0])), cache
 
     def add_mlp(self, x: jax.Array, keys: tuple | None):
         """Residual stream [B, t, D] -> the same. `keys`: as in `add_attention`."""

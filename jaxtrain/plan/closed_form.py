@@ -207,7 +207,7 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
     """What all blocks keep of one microbatch for the backward, by name.
 
     Per layer, with b rows of s positions on the device, s' between blocks (s / tensor under sequence parallelism), N, K, F
-    of one device, in 16 bits: block_in and each of attention_in, attention_out, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
+    of one device, in 16 bits: block_in and each of attention_in, block_mid, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
     2bsNH + 4bsN; mlp_hidden 2bsF, twice if gated. A block that recomputes nothing also keeps "elementwise": norms in float32
     and what activation functions and rotations give.
     """
@@ -220,7 +220,8 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
         "attention_in": residual,
         "qkv": word * b * s * (heads + 2 * kv_heads) * m.head_dim,
         "attention": b * s * heads * (word * m.head_dim + 4),
-        "attention_out": residual,
+        "attention_out": residual if m.post_norms else 0,
+        "block_mid": residual,
         "mlp_in": residual,
         "mlp_hidden": word * b * s * mlp * (2 if _gated(m) else 1),
         "mlp_out": residual if m.post_norms else 0,
@@ -230,7 +231,7 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
     names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
     recomputing = m.num_layers // settings.remat_every_blocks  # layers
     layers = {name: m.num_layers - recomputing for name in bytes_of}
-    for name in bytes_of if names is None else ("block_in", *names):
+    for name in bytes_of if names is None else {"block_in", *(("block_mid",) if names else ()), *names}:
         layers[name] += recomputing
     return {name: layers[name] * size for name, size in bytes_of.items() if layers[name] * size}
 
