@@ -208,7 +208,7 @@ class _Books:
 
     def activation_name(self, node: Node) -> str:
         """Which of ACTIVATIONS a value is, by its scope or the source line that names it; "" if none."""
-        if found := [name for name in ACTIVATIONS if f"/{name}/" in f"/{node.op_name}/"]:
+        if found := [name for name in ACTIVATIONS if f"/{name}/" in f"/{node.op_name}/" or f"({name})" in node.op_name]:
             return found[-1]
         for frame in self.assignment.stack(node.frame)[:8]:
             line = _line(frame.file, frame.line)
