@@ -227,6 +227,8 @@ def cudnn_refusal(config: ml_collections.ConfigDict) -> str | None:
         return f"model.head_dim={model.head_dim} (a multiple of 8 up to 256)"
     if config.mesh.sequence != 1:
         return f"mesh.sequence={config.mesh.sequence}"
+    if "attention" in config.memory.offload:
+        return "memory.offload=attention (it keeps output and log-sum-exp itself)"
     return None
 
 

@@ -17,7 +17,7 @@ from jaxtrain.plan.roofline import RATES
 pytestmark = pytest.mark.plan
 GIB = 2**30
 STAGES = [(f"sharding.zero_stage={stage}",) for stage in (0, 1, 2, 3)]
-POLICIES = [("memory.remat=dots",), ("memory.remat=none",)]  # full is the preset's
+POLICIES = [(f"memory.remat={policy}",) for policy in ("mlp", "attention", "dots", "none")]  # full is the preset's
 GPT2 = dict(preset="gpt2_124m", topology="h100:1x1")
 GPT2_CHANGES = ("train.accumulation_steps=16",)
 SHARDED, TENSOR = STAGES[3], ("mesh.fsdp=2", "mesh.tensor=4", "memory.remat=dots")
@@ -72,6 +72,32 @@ def test_kept_activations_are_those_of_the_formula(changes):
     assert large <= set(ACTIVATIONS) | {name for name in kept if "attention" in name}
     for name in large & set(formula):
         assert kept[name] == pytest.approx(formula[name], rel=close), name
+
+
+@needs_plugin
+def test_policies_trade_memory_for_recomputed_flops():
+    """What each recomputes, in products of one block: full all, mlp gate and up, attention cuDNN's forward, dots and none nothing."""
+    order = [plan(*STAGES[3]), *(plan(*policy) for policy in POLICIES)]
+    totals = [found.ledger.total for found in order]
+    assert totals == sorted(totals) and len(set(totals)) == len(totals)
+    least = order[-1].timeline.flops
+    recomputed = [found.timeline.flops - least for found in order]
+    tokens, layers, d, f, n, k, h = 4096, 32, 4096, 14_336, 32, 8, 128
+    gate_up, qkv, out = 2 * tokens * d * 2 * f, 2 * tokens * d * (n + 2 * k) * h, 2 * tokens * d * n * h
+    # Of full, the down product is left out: its result is not needed again.
+    attention = recomputed[2] / layers
+    assert recomputed[3] == 0 and 0 < attention < 4 * tokens * tokens * n * h * 1.01
+    assert recomputed[1] == pytest.approx(layers * gate_up, rel=0.01)
+    assert recomputed[0] == pytest.approx(layers * (gate_up + qkv + out + attention), rel=0.03)
+
+
+@needs_plugin
+def test_offloaded_activations_are_on_the_host():
+    changes = ("memory.remat=dots", "memory.offload=mlp_hidden,")
+    found, plain = plan(*changes), plan("memory.remat=dots")
+    hidden = 32 * 4096 * 2 * 14_336 * 2
+    assert sum(found.ledger.host.values()) == pytest.approx(hidden, rel=0.07), "not those of the block at work"
+    assert plain.ledger.total - found.ledger.total > 0.85 * hidden
 
 
 @needs_plugin

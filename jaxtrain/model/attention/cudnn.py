@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from jaxtrain.memory import name
-
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     """As `reference.attend`, for bfloat16 on GPU. `jaxtrain.validate.cudnn_refusal` lists what it cannot honour."""
     batch, length, kv_heads, group, head_dim = q.shape
     heads = q.reshape(batch, length, kv_heads * group, head_dim)
     out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=scale, implementation="cudnn")
-    return name(out.reshape(q.shape), "attention")
+    return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
