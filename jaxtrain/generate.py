@@ -117,6 +117,7 @@ def load(workdir: pathlib.Path, tensor: int, step: int | None) -> tuple[Program,
     config.mesh.update(pipeline=1, data=1, fsdp=1, expert=1, sequence=1, tensor=tensor)
     config.sharding.sequence_parallel = False  # one position at a time cannot be split
     config.train.accumulation_steps = 1
+    config.memory.offload = ()  # there is no training state beside the weights
     config.runtime.update(fake_devices=tensor if tensor > 1 and config.runtime.fake_devices else 0)
     config.runtime.update(num_processes=0, process_id=-1, coordinator_address="")
     runtime.initialize(config)

@@ -192,10 +192,21 @@ def test_weights_that_are_kept_for_the_step_are_those_fetched():
     assert jax.tree.map(lambda w: w.shape, copy) == jax.tree.map(lambda shape: (L, *shape), SHAPES, is_leaf=is_dims)
 
 
-def test_what_blocks_give_out():
-    layout = layout_of({})
+@pytest.mark.parametrize("mesh", ["one", "zero 3"])
+def test_what_blocks_give_out(mesh):
+    """Of all layers, the last one too where it stands outside the loop."""
+    layout = layout_of(MESHES[mesh])
     x, weights, head, shared, _ = inputs()
-    stored = jax.tree.map(Stored, weights)
-    y, after, out, kept = stack.run(make(layout), x, stored, {"head": Stored(head)}, jnp.arange(L), shared)
-    assert out.shape == (L,) and kept is None and np.isclose(out[0], x.mean())
-    np.testing.assert_allclose(jnp.sum(jnp.sin(y @ after["head"].value)), wanted()[0], rtol=1e-5)
+    stacked = jax.tree.map(lambda dims: ("layers", *dims), DIMS, is_leaf=is_dims)
+
+    def device(x, weights, head):
+        stored = jax.tree.map(Stored, weights)
+        y, after, out, kept = stack.run(make(layout), x, stored, {"head": Stored(head)}, jnp.arange(L), shared)
+        assert out.shape == (L,) and kept is None
+        return y @ after["head"].value, out[:, None]
+
+    rows, outs = ("activation", ("batch", None)), ("activation", ("layers", "batch"))
+    run = per_device(layout, device, [rows, ("storage", stacked), ("storage", AFTER["head"])], [rows, outs])
+    logits, out = jax.jit(run)(x, weights, head)
+    assert np.isclose(out[0].mean(), x.mean()) and len({float(o) for o in out.mean(1)}) == L
+    np.testing.assert_allclose(jnp.sum(jnp.sin(logits)), wanted()[0], rtol=1e-5)

@@ -83,11 +83,11 @@ class Stack:
 
     def block(self, x: Any, weights: Any, of_layer: Any, shared: Any) -> tuple[Any, Any]:
         """All parts; what the first gives out."""
-        outs = []
-        for part in self.parts.values():
-            x, out = part(x, weights, of_layer, shared)
-            outs.append(out)
-        return x, outs[0]
+        first, *others = self.parts.values()
+        x, out = first(x, weights, of_layer, shared)
+        for part in others:
+            x, _ = part(x, weights, of_layer, shared)
+        return x, out
 
     def sums(self, gradients: Any, sums: Any, stored: Any, number: jax.Array | int) -> Any:
         """What sums [L, ...] become at a layer with its gradients (of some parts) given to them."""
@@ -116,7 +116,7 @@ def run(stack: Stack, x: Any, stored: Any, after: Any, of_layers: Any, shared: A
       and `stack.keeps`, the weights that were fetched, [L, ...], to be used as ready ones. Gradients flow to x and slots.
     """
     x, _, (out, _), last = _forward(stack, x, stored, of_layers, shared, keep=False)
-    out = out if last is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), out, last[0])
+    out = out if last is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), out, last)
     return x, jax.tree.map(fetch, after, stack.after, is_leaf=is_stored), out, None
 
 
