@@ -17,6 +17,16 @@ from jaxtrain.errors import UserError
 from jaxtrain.validate import problems
 
 
+def parser_of(name: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command that takes a config beside flags of its own: `python -m jaxtrain.NAME`."""
+    return argparse.ArgumentParser(
+        prog=f"python -m jaxtrain.{name}",
+        description=description,
+        epilog="Settings are given as --config.section.key=VALUE; python -m jaxtrain.main --help lists them.",
+        allow_abbrev=False,
+    )
+
+
 def load_config(
     arguments: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:

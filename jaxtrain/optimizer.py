@@ -17,9 +17,8 @@ import optax
 
 from jaxtrain.activations import STATE_GROUPS
 from jaxtrain.memory import on_device
+from jaxtrain.model.weights import MATRICES
 from jaxtrain.sharding import is_dims
-
-MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
 
 
 def learning_rate(config: ml_collections.ConfigDict, step: int) -> float:

@@ -10,7 +10,6 @@ losses and gradient norms of a few steps with the user's own optimizer. What bfl
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import math
@@ -28,7 +27,7 @@ from rich.table import Table
 from jaxtrain import mesh, miniature, runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.main import command, load_config
+from jaxtrain.main import command, load_config, parser_of
 from jaxtrain.observe.progress import setup_logging
 from jaxtrain.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program
@@ -222,10 +221,8 @@ def _put(program: Program, weights: dict[str, np.ndarray]) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     """The parity command. Exit code 0: equal; 1: something differs; 2: the configuration is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxtrain.parity",
-        description="Compares a layout with one device: loss, gradients, updates, a short trajectory; on fake CPU devices.",
-        allow_abbrev=False,
+    parser = parser_of(
+        "parity", "Compares a layout with one device: loss, gradients, updates, a trajectory; on fake CPU devices."
     )
     parser.add_argument("--devices", type=int, default=8, help="fake devices to scale the mesh down to, at most (default 8)")
     config, args = load_config(arguments, parser)

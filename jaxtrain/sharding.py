@@ -10,9 +10,10 @@ at the end of this module, so that the communication of a step can be read off i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -137,15 +138,24 @@ class DescribedHost(NamedSharding):
     """Pinned host memory beside devices that are only described.
 
     Such devices list no memories, so jax drops the memory kind of a sharding on them. It reads the kind when it lowers a
-    program, and after compiling compares it with that of the result, which is unknown: `kind` is None meanwhile
-    (`jaxtrain.plan.compile`).
+    program, and after compiling compares it with that of the result, which is unknown: `forgotten` is for that time.
     """
 
-    kind: str | None = "pinned_host"
+    _kind: str | None = "pinned_host"
 
     @property
     def memory_kind(self) -> str | None:
-        return DescribedHost.kind
+        return DescribedHost._kind
+
+    @classmethod
+    @contextlib.contextmanager
+    def forgotten(cls) -> Iterator[None]:
+        """Within it, these shardings have no memory kind."""
+        before, cls._kind = cls._kind, None
+        try:
+            yield
+        finally:
+            cls._kind = before
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DescribedHost) and NamedSharding.__eq__(self, other)

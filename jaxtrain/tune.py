@@ -5,22 +5,18 @@ Searches mesh, ZeRO stage, remat and microbatch; what does not fit is never prop
 
 from __future__ import annotations
 
-import argparse
 import os
 import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
-from jaxtrain.main import command, load_config
+from jaxtrain.main import command, load_config, parser_of
 
 
 def main(arguments: Sequence[str]) -> None:
     """The tuning command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxtrain.tune",
-        description="Searches layouts of a model on a GPU cluster: formulas put them in order, the compiler decides.",
-        epilog="Settings are given as --config.section.key=VALUE; python -m jaxtrain.main --help lists them.",
-        allow_abbrev=False,
+    parser = parser_of(
+        "tune", "Searches layouts of a model on a GPU cluster: formulas put them in order, the compiler decides."
     )
     parser.add_argument("--topology", required=True, help="GPU:NODESxGPUS, as h100:8x8")
     parser.add_argument("--out", default="tuned.py", help="config file to write; give it to the other commands as --config")

@@ -25,12 +25,12 @@ def weight(rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float, spli
     if len(shape) != len(dims):
         raise ValueError(f"shape {tuple(shape)} and dimension names {dims} differ in rank")
     normal = jax.random.normal(rngs.params(), tuple(shape), jnp.float32)
-    return nnx.Param(stddev * normal, dims=dims, matrix=True, split_inputs=split_inputs)
+    return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs)
 
 
 def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False) -> nnx.Param:
     """A float32 norm scale or bias of constant value. `split_inputs`: as in `weights.Place`."""
-    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims, matrix=False, split_inputs=split_inputs)
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims, split_inputs=split_inputs)
 
 
 class Linear(nnx.Module):

@@ -34,7 +34,7 @@ class Embedding(nnx.Module):
         dims = TIED if model.tie_embeddings else LOOKUP
         rows = jnp.arange(padded_size(model))[:, None] < model.vocab_size
         normal = jax.random.normal(rngs.params(), (padded_size(model), model.embed_dim), jnp.float32)
-        self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=dims, matrix=True)
+        self.table = nnx.Param(jnp.where(rows, model.init_stddev * normal, 0.0), dims=dims)
         self.place = Place(layout, dims, dtype, matrix=True)
 
     @property
@@ -57,7 +57,7 @@ class Head(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, dtype: Any):
         columns = jnp.arange(padded_size(model)) < model.vocab_size
         normal = jax.random.normal(rngs.params(), (model.embed_dim, padded_size(model)), jnp.float32)
-        self.kernel = nnx.Param(jnp.where(columns, model.init_stddev * normal, 0.0), dims=("embed", "vocab"), matrix=True)
+        self.kernel = nnx.Param(jnp.where(columns, model.init_stddev * normal, 0.0), dims=("embed", "vocab"))
         self.place = Place(layout, ("embed", "vocab"), dtype, matrix=True)
 
     @property

@@ -25,6 +25,8 @@ from flax import nnx
 
 from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
 
+MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +212,7 @@ def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
     """Nested dict like the weights' of the `Place`s of a module's variables; matrices are used in `dtype`."""
 
     def place(path, variable):
-        facts = variable.get_metadata()
-        matrix = facts["matrix"]
+        facts, matrix = variable.get_metadata(), path[-1] in MATRICES
         return Place(
             layout, facts["dims"], jnp.dtype(dtype if matrix else jnp.float32), matrix, facts.get("split_inputs", False)
         )

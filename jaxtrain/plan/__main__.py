@@ -5,23 +5,19 @@ Memory, communication and time of the training step on a cluster that need not b
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
-from jaxtrain.main import command, load_config
+from jaxtrain.main import command, load_config, parser_of
 
 
 def main(arguments: Sequence[str]) -> None:
     """The planning command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxtrain.plan",
-        description="Compiles the training step of a config for a GPU cluster, without GPUs, and says what it needs.",
-        epilog="Settings are given as --config.section.key=VALUE; python -m jaxtrain.main --help lists them.",
-        allow_abbrev=False,
+    parser = parser_of(
+        "plan", "Compiles the training step of a config for a GPU cluster, without GPUs, and says what it needs."
     )
     parser.add_argument("--topology", required=True, help="GPU:NODESxGPUS, as h200:1x8, h100:32x8, gb200:1x72, a100-80g:4x8")
     parser.add_argument("--json", default="", help="also write the whole plan to this file")

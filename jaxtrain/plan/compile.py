@@ -14,7 +14,6 @@ import pathlib
 import re
 import tempfile
 import time
-import unittest.mock
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -167,7 +166,7 @@ def compile_step(
     lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
     try:
-        with _dump_folder(options) as folder, unittest.mock.patch.object(DescribedHost, "kind", None):
+        with _dump_folder(options) as folder, DescribedHost.forgotten():
             dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
             executable = lowered.compile(compiler_options=options | dump)
             [proto] = folder.glob("*after_optimizations.hlo.pb")

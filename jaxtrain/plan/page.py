@@ -9,7 +9,7 @@ from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import memory
 from jaxtrain.plan.advice import Alternative
 from jaxtrain.plan.communication import product_name
-from jaxtrain.plan.report import GIB, SHOWN_BUFFERS, differences, gib, heading
+from jaxtrain.plan.report import GIB, LINE_NUMBERS, LINE_TITLES, SHOWN_BUFFERS, differences, gib, heading, line_cells
 from jaxtrain.plan.roofline import ERROR_BAND
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
 from jaxtrain.plan.timeline import Span
@@ -286,23 +286,8 @@ def _axes(plan: Plan) -> str:
 def _collectives(plan: Plan) -> str:
     if not plan.communication:
         return ""
-    rows = [
-        (
-            f"{line.kind} {line.dtype}",
-            "+".join(line.axes),
-            line.purpose,
-            str(line.runs),
-            f"{line.bytes_per_run / (1 << 20):.2f}",
-            line.link,
-            f"{1e6 * line.seconds_per_run:.0f}",
-            f"{1e3 * line.waited_s:.1f}",
-            line.state,
-            line.behind,
-        )
-        for line in plan.communication.lines[:24]
-    ]
-    names = ("collective", "axes", "for", "runs", "MiB each", "link", "µs each", "waited ms", "", "behind")
-    return _table(names, rows, numbers=(3, 4, 6, 7))
+    rows = [line_cells(line) for line in plan.communication.lines[:24]]
+    return _table(LINE_TITLES, rows, numbers=LINE_NUMBERS)
 
 
 def _strip(name: str, spans: Sequence[Span], seconds: float) -> str:

@@ -12,11 +12,14 @@ from rich.table import Table
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import memory
 from jaxtrain.plan.advice import Alternative
+from jaxtrain.plan.communication import Line
 from jaxtrain.plan.roofline import ERROR_BAND, RATES
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
 
 SCHEMA = 1  # of the JSON; a field that changes its meaning or goes makes it 2
 GIB = 1 << 30
+LINE_TITLES = ("collective", "axes", "for", "runs", "MiB each", "link", "us each", "waited ms", "", "behind")
+LINE_NUMBERS = (3, 4, 6, 7)  # of these columns
 SHOWN_BUFFERS, SHOWN_COLLECTIVES, SHOWN_FLAGS = 20, 16, 12
 
 
@@ -160,22 +163,28 @@ def _traffic(plan: Plan, console: Console) -> None:
     if not spoken:
         return
     table = Table(box=None, pad_edge=False, title=f"\nCollectives, the largest {SHOWN_COLLECTIVES} kinds", title_justify="left")
-    for title in ("collective", "axes", "for", "runs", "MiB each", "link", "us each", "waited ms", "", "behind"):
-        table.add_column(title, justify="right" if title in ("runs", "MiB each", "us each", "waited ms") else "left")
+    for number, title in enumerate(LINE_TITLES):
+        table.add_column(title, justify="right" if number in LINE_NUMBERS else "left")
     for line in spoken.lines[:SHOWN_COLLECTIVES]:
-        table.add_row(
-            f"{line.kind} {line.dtype}",
-            "+".join(line.axes),
-            line.purpose,
-            str(line.runs),
-            f"{line.bytes_per_run / (1 << 20):.2f}",
-            line.link,
-            f"{1e6 * line.seconds_per_run:.0f}",
-            f"{1e3 * line.waited_s:.1f}",
-            line.state,
-            line.behind[:48],
-        )
+        *first, behind = line_cells(line)
+        table.add_row(*first, behind[:48])
     console.print(table)
+
+
+def line_cells(line: Line) -> tuple[str, ...]:
+    """What a table of collectives shows of one, under LINE_TITLES."""
+    return (
+        f"{line.kind} {line.dtype}",
+        "+".join(line.axes),
+        line.purpose,
+        str(line.runs),
+        f"{line.bytes_per_run / (1 << 20):.2f}",
+        line.link,
+        f"{1e6 * line.seconds_per_run:.0f}",
+        f"{1e3 * line.waited_s:.1f}",
+        line.state,
+        line.behind,
+    )
 
 
 def _time(plan: Plan, console: Console) -> None:

@@ -55,14 +55,14 @@ def device_functions(
         ready = ready or jax.tree.map(lambda _: False, weights)
         return jax.tree.map(lambda w, s, e, r: Stored(w, s, e, last, r), weights, slots or nothing, earlier or nothing, ready)
 
-    def hidden(weights, batch, key=None):
-        return merge(weights).hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
+    def hidden(decoder, batch, key=None):
+        return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
 
     def loss(weights, slots, earlier, last, ready, batch, step, microbatch):
         own = batch["tokens"].shape[0]
         first = microbatch * rows + place(layout, "batch") * own
         key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
-        final = hidden(leaves(weights, slots, earlier, last, ready), batch, key)
+        final = hidden(merge(leaves(weights, slots, earlier, last, ready)), batch, key)
         return cross_entropy(final.x, final.head, batch["targets"], layout, trained), final.fetched
 
     def slots(last):
@@ -83,12 +83,13 @@ def device_functions(
         return sums, total, _norm(layout, squares, dims)
 
     def evaluation(weights, batch):
-        final = hidden(leaves(weights), batch)
+        final = hidden(merge(leaves(weights)), batch)
         return (psum(layout, cross_entropy(final.x, final.head, batch["targets"], layout, plain), *TOKEN_AXES),)
 
     def logits(weights, batch):
-        final = hidden(leaves(weights), batch)
-        return (merge(leaves(weights)).logits(final.x, final.head),)
+        decoder = merge(leaves(weights))
+        final = hidden(decoder, batch)
+        return (decoder.logits(final.x, final.head),)
 
     stored = ("storage", dims)
     return (
