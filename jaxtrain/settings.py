@@ -77,7 +77,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "init_scaled_outputs": Setting(True, "Divide the stddev of residual output matrices by sqrt(2 * num_layers)."),
     },
     "mesh": {
-        "pipeline": Setting(1, "Pipeline stages. Only 1 is supported so far.", low=-1),
+        "pipeline": Setting(
+            1, "Pipeline stages; model.num_layers divides over them. The slowest link serves them well.", low=-1
+        ),
         "data": Setting(-1, "Data-parallel replicas. One axis may be -1: whatever devices are left.", low=-1),
         "fsdp": Setting(1, "Devices that share one copy of the sharded state.", low=-1),
         "expert": Setting(1, "Expert parallelism. Only 1 is supported so far.", low=-1),
@@ -93,6 +95,23 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "sequence_parallel": Setting(
             True, "With tensor > 1: between blocks, positions are split over tensor; halves its traffic and saves activations."
+        ),
+    },
+    "pipeline": {
+        "schedule": Setting(
+            "1f1b",
+            "With mesh.pipeline > 1, the order of work; microbatches are train.accumulation_steps. gpipe: all forwards, then "
+            "all backwards; 1f1b: the same idle share, activations of at most 2 * stages - 1 microbatches; interleaved: "
+            "virtual_stages parts of the model per stage, less idle by that factor; zero_bubble: gradients of weights fill "
+            "idle times.",
+            choices=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+        ),
+        "virtual_stages": Setting(1, "With schedule interleaved: parts of the model that each stage has, at least 2.", low=1),
+        "keep": Setting(
+            "blocks",
+            "What a stage keeps of a microbatch until its backward. blocks: what memory.remat says; input: the stage's input "
+            "alone, the backward runs the stage's forward once more.",
+            choices=("blocks", "input"),
         ),
     },
     "precision": {
@@ -140,9 +159,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             choices=("off", "forward", "backward", "both"),
         ),
         "collective_matmul": Setting(
-            True,
+            None,
             "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
-            "partial products.",
+            "partial products. None: unless there are pipeline stages, which cannot have them.",
+            optional=bool,
         ),
         "latency_hiding": Setting(True, "On GPUs: XLA's latency-hiding scheduler."),
         "combine_mib": Setting(

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.heads import HeadLayout, head_layout
@@ -25,18 +27,18 @@ from jaxtrain.validate import AXES
 
 Dims = tuple[str | None, ...]
 
-# Dimension of a weight -> axis. `fsdp` is kept only in the placements that the ZeRO stage shards.
-WEIGHT_RULES: dict[str, str | None] = {
-    "layers": "pipeline",
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "embed": "fsdp",
-    "lookup": "fsdp",  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
-    "head_dim": None,
-    "position": None,
-    "vector": None,  # norm scales and biases of the residual: whole everywhere, too small to send in pieces
+# Dimension of a weight -> axes. `fsdp` is kept only in the placements that the ZeRO stage shards.
+WEIGHT_RULES: dict[str, tuple[str, ...]] = {
+    "layers": ("pipeline",),
+    "vocab": ("pipeline", "tensor"),  # stages share its work: none of them has more than the others
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": ("fsdp",),
+    "lookup": ("fsdp",),  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
+    "head_dim": (),
+    "position": (),
+    "vector": (),  # norm scales and biases of the residual: whole everywhere, too small to send in pieces
 }
 ZERO_STAGES: dict[int, frozenset[str]] = {
     0: frozenset(),
@@ -55,8 +57,9 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "key_length": (),
     "heads": ("tensor",),
     "head_dim": (),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
 }
+VOCAB_AXES = ACTIVATION_RULES["vocab"]  # a sum over the vocabulary is a sum over these
 TOKEN_AXES = (*ACTIVATION_RULES["batch"], *ACTIVATION_RULES["length"])  # a sum over tokens is a sum over these
 
 
@@ -70,6 +73,7 @@ class Layout:
     heads: HeadLayout
     reduce_dtype: str = "float32"  # in which gradients cross the network
     collective_matmul: bool = False  # tensor-parallel products and their collectives in ring steps
+    virtual_stages: int = 1  # of each pipeline stage
 
     def size(self, *axes: str) -> int:
         """Devices along mesh axes."""
@@ -87,13 +91,22 @@ class Layout:
             raise ValueError(f"unknown placement {placement!r}; known: {', '.join(PLACEMENTS)}, activation")
         if dim not in WEIGHT_RULES:
             raise ValueError(f"unknown weight dimension {dim!r}; known: {', '.join(WEIGHT_RULES)}")
-        axis = WEIGHT_RULES[dim]
-        if axis is None or (dim in ("heads", "kv_heads") and not self.divided(dim)):
+        axes = WEIGHT_RULES[dim]
+        if dim in ("heads", "kv_heads") and not self.divided(dim):
             return ()
         sharded = ZERO_STAGES[self.zero_stage]
-        if axis == "fsdp" and placement not in sharded and not (dim == "lookup" and "storage" in sharded):
+        if "fsdp" in axes and placement not in sharded and not (dim == "lookup" and "storage" in sharded):
             return ()
-        return (axis,)
+        return axes
+
+    def layer_order(self, count: int) -> np.ndarray:
+        """[stages, layers of a stage]: which layers stages hold, in the order in which the blocks' weights are stored.
+
+        Virtual stage c of stage s of p is the (c * p + s)-th part of the model; with one each, layers are in order.
+        """
+        stages = self.size("pipeline")
+        parts = np.arange(count).reshape(self.virtual_stages, stages, -1)
+        return parts.transpose(1, 0, 2).reshape(stages, -1)
 
     @property
     def defers(self) -> bool:
@@ -169,8 +182,16 @@ def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
     tensor, model = mesh.shape["tensor"], config.model
     heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
     sequence_parallel = config.sharding.sequence_parallel and tensor > 1
-    ring = config.overlap.collective_matmul and sequence_parallel
-    return Layout(mesh, config.sharding.zero_stage, sequence_parallel, heads, config.precision.reduce_dtype, ring)
+    wanted, ring = config.overlap.collective_matmul, sequence_parallel and mesh.shape["pipeline"] == 1
+    return Layout(
+        mesh,
+        config.sharding.zero_stage,
+        sequence_parallel,
+        heads,
+        config.precision.reduce_dtype,
+        ring and wanted is not False,
+        config.pipeline.virtual_stages,
+    )
 
 
 def is_dims(x: Any) -> bool:
@@ -219,9 +240,10 @@ def psum(layout: Layout, x: Any, *axes: str) -> Any:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def pmax(layout: Layout, x: jax.Array, axis: str) -> jax.Array:
-    """Largest value over the devices along an axis."""
-    return jax.lax.pmax(x, axis) if layout.size(axis) > 1 else x
+def pmax(layout: Layout, x: jax.Array, *axes: str) -> jax.Array:
+    """Largest value over the devices along axes."""
+    axes = tuple(axis for axis in axes if layout.size(axis) > 1)
+    return jax.lax.pmax(x, axes) if axes else x
 
 
 def all_gather(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -243,6 +265,11 @@ def permute(layout: Layout, x: jax.Array, axis: str, by: int) -> jax.Array:
     """The array of the device `by` places earlier along an axis, around the ring."""
     ways = layout.size(axis)
     return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)]) if ways > 1 else x
+
+
+def broadcast(layout: Layout, x: jax.Array, axis: str, source: int) -> jax.Array:
+    """The array of one device along an axis, on each of them."""
+    return psum(layout, jnp.where(index(layout, axis) == source, x, jnp.zeros_like(x)), axis)
 
 
 def index(layout: Layout, axis: str) -> jax.Array | int:

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 
 import ml_collections
 
+from jaxtrain import pipeline_schedule
 from jaxtrain.activations import ACTIVATIONS, KEPT, STATE_GROUPS
 from jaxtrain.config import ConfigError
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")  # slowest link first
 BYTE_VOCAB = 258
-NOT_YET = {"pipeline": "pipeline stages", "expert": "expert parallelism (it needs mixture-of-experts layers)"}
+NOT_YET = {"expert": "expert parallelism (it needs mixture-of-experts layers)"}
 
 
 def require_valid(config: ml_collections.ConfigDict, num_devices: int | None = None) -> None:
@@ -77,6 +78,7 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
             found += error.problems
     sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
     found += _model_problems(config.model) + _layout_problems(config, sizes) + _step_problems(config)
+    found += _pipeline_problems(config, sizes["pipeline"])
     return found + _data_problems(config, sizes) + _run_problems(config)
 
 
@@ -106,10 +108,12 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
     model, found = config.model, []
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
     padded = -(-model.vocab_size // model.vocab_pad_multiple) * model.vocab_pad_multiple
-    if padded % tensor:
+    parts = sizes["pipeline"] * tensor
+    if padded % parts:
+        over = f"mesh.pipeline x tensor={parts}" if sizes["pipeline"] > 1 else f"mesh.tensor={tensor}"
         found.append(
-            f"model.vocab_pad_multiple: the padded vocabulary of {padded} rows does not divide over mesh.tensor={tensor}; "
-            f"nearest multiple: {math.lcm(model.vocab_pad_multiple, tensor)}"
+            f"model.vocab_pad_multiple: the padded vocabulary of {padded} rows does not divide over {over}; "
+            f"nearest multiple: {math.lcm(model.vocab_pad_multiple, parts)}"
         )
     if model.mlp_dim % tensor:
         found.append(_indivisible("model.mlp_dim", model.mlp_dim, "mesh.tensor", tensor))
@@ -123,6 +127,38 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
         found.append(
             _indivisible("model.embed_dim", model.embed_dim, "mesh.fsdp", fsdp)
             + f", or mesh.fsdp {_divisors_text(model.embed_dim, fsdp)}"
+        )
+    return found
+
+
+def _pipeline_problems(config: ml_collections.ConfigDict, stages: int) -> list[str]:
+    pipeline, layers, found = config.pipeline, config.model.num_layers, []
+    if stages == 1:
+        if pipeline.virtual_stages > 1:
+            found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} means nothing with mesh.pipeline=1; set 1")
+        return found
+    virtual, every = pipeline.virtual_stages, config.memory.remat_every_blocks
+    reason = pipeline_schedule.refusal(pipeline.schedule, stages, virtual, config.train.accumulation_steps)
+    if reason:
+        found.append(f"pipeline.schedule: {reason} (microbatches are train.accumulation_steps)")
+    over = "mesh.pipeline" + (" x pipeline.virtual_stages" if virtual > 1 else "")
+    if layers % (stages * virtual):
+        found.append(_indivisible("model.num_layers", layers, over, stages * virtual))
+    elif layers // (stages * virtual) % every:
+        found.append(
+            f"memory.remat_every_blocks: {every} does not divide the {layers // (stages * virtual)} layers of a "
+            f"{'virtual ' * (virtual > 1)}stage; nearest: {_divisors_text(layers // (stages * virtual), every)}"
+        )
+    if config.overlap.collective_matmul:
+        found.append(
+            f"overlap.collective_matmul: its ring steps would need all stages of mesh.pipeline={stages} at once, which work on "
+            "different things; set None (where it can be) or False"
+        )
+    named = [name for name in config.memory.offload if name in ACTIVATIONS]
+    if named:
+        found.append(
+            f"memory.offload: {', '.join(named)} cannot be on the host with mesh.pipeline={stages}, activations of several "
+            "microbatches wait there; use pipeline.keep=input, or a smaller memory.remat"
         )
     return found
 

@@ -218,7 +218,7 @@ def test_a_doubled_gradient(monkeypatch, path, capsys):
 
 
 def test_a_wrong_axis_in_one_rule(monkeypatch, path, capsys):
-    monkeypatch.setitem(sharding.WEIGHT_RULES, "mlp", "data")
+    monkeypatch.setitem(sharding.WEIGHT_RULES, "mlp", ("data",))
     assert run(monkeypatch, path, False) == 1
     assert {"loss", "blocks.mlp.gate.kernel", "blocks.mlp.up.kernel", "blocks.mlp.down.kernel"} <= set(verdict(capsys))
 

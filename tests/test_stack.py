@@ -153,7 +153,7 @@ def test_weights_are_not_kept_with_the_activations(policy, mesh):
     """Of fetched weights those of the last block alone stay for its backward, where they are gathered."""
     record = []
     gradients(mesh, record=record, remat=Remat(KEPT[policy]))
-    _, _, _, _, kept, last, copy, fetched = record[0]
+    _, _, _, _, (kept, last), copy, fetched = record[0]
     rows = B // layout_of(MESHES[mesh]).size("data", "fsdp")
     shapes = [leaf.shape for leaf in jax.tree.leaves(kept)]
     assert (L - (mesh != "one"), rows, D) in shapes and (D, F) not in {shape[1:] for shape in shapes}
@@ -177,7 +177,7 @@ def test_the_models_own_blocks_keep_no_weights(policy):
         jax.eval_shape(p.loss_and_grads, p.abstract_state.params, p.abstract_step_arguments()[1], np.int32(0))
     finally:
         stack.run.defvjp(original, stack._backward)
-    [(_, (_, _, _, _, kept, last, _, fetched)), *_] = record
+    [(_, (_, _, _, _, (kept, last), _, fetched)), *_] = record
     matrices = {leaf.shape for leaf in jax.tree.leaves(fetched) if leaf.ndim > 1}
     assert len(matrices) == 3
     assert not matrices & {leaf.shape[1:] for leaf in jax.tree.leaves(kept)}
@@ -188,7 +188,7 @@ def test_weights_that_are_kept_for_the_step_are_those_fetched():
     """Stage 1: whole, of all layers, in the dtype of products."""
     record = []
     gradients("zero 1", record=record)
-    copy = record[0][6]
+    copy = record[0][5]
     assert jax.tree.map(lambda w: w.shape, copy) == jax.tree.map(lambda shape: (L, *shape), SHAPES, is_leaf=is_dims)
 
 

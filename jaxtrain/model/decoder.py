@@ -23,9 +23,10 @@ from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, w
 from jaxtrain.model.mlp import Mlp
 from jaxtrain.model.products import Product
 from jaxtrain.model.vocabulary import Embedding, Head
-from jaxtrain.model.weights import Weight, places, ready
+from jaxtrain.model.weights import Weight, fetch, is_stored, places, ready
 from jaxtrain.sharding import Layout, all_gather, index
 
+DropoutKey = tuple[int, jax.Array, jax.Array]  # seed, step, indices [B] of rows in the step's global batch
 EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dropout keys
 
 
@@ -65,7 +66,7 @@ class Final(NamedTuple):
     """What the decoder gives out."""
 
     x: jax.Array  # final activations [B, t, D] in compute dtype
-    head: Weight  # [D, V/tensor], to multiply them with
+    head: Weight  # [D, V], this device's part, to multiply them with
     cache: Cache | None
     fetched: Any  # of a nested dict like the weights, those that can be used again as ready ones; None if there are none
 
@@ -101,7 +102,7 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         segments: jax.Array,
         positions: jax.Array,
-        dropout_key: tuple[int, jax.Array, jax.Array] | None = None,
+        dropout_key: DropoutKey | None = None,
         cache: Cache | None = None,
         start: jax.Array | int = 0,
     ) -> Final:
@@ -113,24 +114,49 @@ class Decoder(nnx.Module):
           dropout_key: seed, step, and the indices [B] of the rows in the step's global batch; None for no dropout.
           cache: keys and values of the `start` tokens before these, stacked over layers, for sampling.
         """
-        model, layout = self.model, self.layout
-        in_row = start + index(layout, "sequence") * tokens.shape[1] + jnp.arange(tokens.shape[1])  # [T] in the row
-        own = (lambda x: own_positions(layout, x, x.ndim - 1)) if layout.sequence_parallel else lambda x: x
-        keys = query_keys = None
-        if dropout_key is not None:
-            query_keys = dropout_keys(*dropout_key, in_row)
-            keys = dropout_keys(*dropout_key, own(in_row))
+        x, table = self.embed(tokens, positions, dropout_key, start)
+        shared = self.shared(segments, positions, dropout_key, start)
+        x, shared = jax.lax.optimization_barrier((x, shared))  # angles are computed while embeddings are on their way
+        blocks, stored, (numbers, windows) = self.layers()
+        x, after, cache, kept = stack.run(blocks, x, stored, self.after()[0], (numbers, windows, cache), shared)
+        x, head = self.final(x, after)
+        if kept is not None:
+            own = {"embedder": {"table": head.value}} if self.model.tie_embeddings else {"head": {"kernel": head.value}}
+            kept = {"blocks": kept} | own | ({} if table is None else {"positions": {"table": table.value}})
+        return Final(x, self.head_matrix(head), cache, kept)
+
+    def embed(
+        self, tokens: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
+    ) -> tuple[jax.Array, Weight | None]:
+        """What goes into the blocks [B, t, D], and the table of positions if there is one. Arguments as of `hidden`."""
+        model, layout, table = self.model, self.layout, None
         x = self.embedder.embed(tokens)
         if model.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(model.embed_dim), self.dtype)
         if model.position == "learned":
             table = ready(self.positions, layout, self.dtype).table
-            x = (x.astype(jnp.float32) + read(table)[own(positions)]).astype(self.dtype)
-        x = dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE))
-        angles = rope.table(positions, model) if model.position == "rope" else None
-        x, angles = jax.lax.optimization_barrier((x, angles))  # angles are computed while embeddings are on their way
-        rows = Rows(segments, in_row, all_gather(layout, segments, "sequence", 1), angles)
-        graph, stored = nnx.split(self.blocks)
+            x = (x.astype(jnp.float32) + read(table)[self._own(positions)]).astype(self.dtype)
+            table = table.get_value()
+        keys = None if dropout_key is None else dropout_keys(*dropout_key, self._own(self._in_row(tokens.shape[1], start)))
+        return dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE)), table
+
+    def shared(
+        self, segments: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
+    ) -> tuple[Rows, tuple | None, tuple | None]:
+        """What all blocks share: rows, dropout keys [B, t] and [B, T]. Arguments as of `hidden`."""
+        in_row = self._in_row(segments.shape[1], start)
+        angles = rope.table(positions, self.model) if self.model.position == "rope" else None
+        rows = Rows(segments, in_row, all_gather(self.layout, segments, "sequence", 1), angles)
+        if dropout_key is None:
+            return rows, None, None
+        return rows, dropout_keys(*dropout_key, self._own(in_row)), dropout_keys(*dropout_key, in_row)
+
+    def layers(self) -> tuple[stack.Stack, Any, tuple[jax.Array, jax.Array]]:
+        """The blocks of this pipeline stage: how to run them, their weights, and the number and window of each layer.
+
+        Beside these two a block takes its cache, or None.
+        """
+        layout, (graph, variables) = self.layout, nnx.split(self.blocks)
 
         def layer_keys(number, shared):
             _, keys, query_keys = shared
@@ -143,28 +169,48 @@ class Decoder(nnx.Module):
         def mlp(x, weights, of_layer, shared):
             return nnx.merge(graph, weights).add_mlp(x, layer_keys(of_layer[0], shared)), None
 
-        norm_graph, norm = nnx.split(self.final_norm)
-        head, head_place = (self.embedder if model.tie_embeddings else self.head).head
-        after = {"norm": nnx.to_pure_dict(norm), "head": head}
-        after_places = {"norm": places(norm, layout, self.dtype), "head": head_place}
-        block_places = places(stored, layout, self.dtype)
+        block_places = places(variables, layout, self.dtype)
+        order = layout.layer_order(self.model.num_layers)
+        numbers = jnp.asarray(order)[index(layout, "pipeline")]
         blocks = stack.Stack(
-            {"attention": attention, "mlp": mlp}, block_places, after_places, model.num_layers, self.remat, self.prefetch
+            {"attention": attention, "mlp": mlp},
+            block_places,
+            self.after()[1],
+            order.shape[1] // layout.virtual_stages,
+            self.remat,
+            self.prefetch,
         )
-        of_layers = (jnp.arange(model.num_layers), jnp.asarray(layer_windows(model)), cache)
-        x, after, cache, kept = stack.run(blocks, x, nnx.to_pure_dict(stored), after, of_layers, (rows, keys, query_keys))
-        x = nnx.merge(norm_graph, after["norm"])(x)
-        head = after["head"]
-        if kept is not None:
-            kept = {"blocks": kept} | (
-                {"embedder": {"table": head.value}} if model.tie_embeddings else {"head": {"kernel": head.value}}
-            )
-            if model.position == "learned":
-                kept["positions"] = {"table": table.get_value().value}
-        return Final(x, jax.tree.map(jnp.transpose, head) if model.tie_embeddings else head, cache, kept)
+        return blocks, nnx.to_pure_dict(variables), (numbers, jnp.asarray(layer_windows(self.model))[numbers])
+
+    def after(self) -> tuple[dict, dict]:
+        """Weights that are used after the blocks, "norm" and "head", and their places."""
+        head, place = (self.embedder if self.model.tie_embeddings else self.head).head
+        norm = nnx.split(self.final_norm)[1]
+        return {"norm": nnx.to_pure_dict(norm), "head": head}, {"norm": places(norm, self.layout, self.dtype), "head": place}
+
+    def final(self, x: jax.Array, after: dict) -> tuple[jax.Array, Weight]:
+        """Final activations [B, t, D] and the head as it is stored, of what the blocks give and `after` as fetched."""
+        return nnx.merge(nnx.split(self.final_norm)[0], after["norm"])(x), after["head"]
+
+    def end(self, x: jax.Array) -> tuple[jax.Array, Weight]:
+        """Final activations and the head as a matrix, of what the blocks give, where these run in their own way."""
+        x, head = self.final(x, jax.tree.map(fetch, *self.after(), is_leaf=is_stored))
+        return x, self.head_matrix(head)
+
+    def head_matrix(self, head: Weight) -> Weight:
+        """The head as a matrix [D, V]."""
+        return jax.tree.map(jnp.transpose, head) if self.model.tie_embeddings else head
+
+    def _in_row(self, length, start):
+        """[T]: places in the row of this device's positions."""
+        return start + index(self.layout, "sequence") * length + jnp.arange(length)
+
+    def _own(self, x):
+        """Of T positions, those this device has between blocks."""
+        return own_positions(self.layout, x, x.ndim - 1) if self.layout.sequence_parallel else x
 
     def logits(self, x: jax.Array, head: Weight) -> jax.Array:
-        """[B, t, D], [D, V/tensor] -> this device's part [B, T, V/tensor] float32. Training never builds them."""
+        """[B, t, D], [D, V] -> [B, T, V] float32, of this device's part of the vocabulary. Training never builds them."""
         x = gather_positions(self.layout, x)
         logits = jnp.einsum("BTD,DV->BTV", x, head.value, preferred_element_type=jnp.float32)
         if self.model.logit_softcap:

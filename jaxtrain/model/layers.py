@@ -16,16 +16,18 @@ from flax import nnx
 
 from jaxtrain.model.collective_matmul import gather_product, product_scatter
 from jaxtrain.model.products import Product, plain
-from jaxtrain.model.weights import Weight
+from jaxtrain.model.weights import Pair, Weight
 from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
 
 
-def weight(rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float, split_inputs: bool = False) -> nnx.Param:
-    """A float32 matrix, normal with `stddev`, that knows the names of its dimensions. `split_inputs`: see `weights.Place`."""
+def weight(
+    rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float, split_inputs: bool = False, row: bool = False
+) -> nnx.Param:
+    """A float32 matrix, normal with `stddev`, that knows the names of its dimensions. The last two: see `weights.Place`."""
     if len(shape) != len(dims):
         raise ValueError(f"shape {tuple(shape)} and dimension names {dims} differ in rank")
     normal = jax.random.normal(rngs.params(), tuple(shape), jnp.float32)
-    return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs)
+    return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs, row=row)
 
 
 def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False) -> nnx.Param:
@@ -50,8 +52,9 @@ class Linear(nnx.Module):
         bias: tuple[Sequence[int], Dims] | None = None,
         bias_split: bool = False,
         product: Product = plain,
+        row: bool = False,
     ):
-        self.kernel = weight(rngs, shape, dims, stddev)
+        self.kernel = weight(rngs, shape, dims, stddev, row=row)
         self.bias = vector(*bias, 0.0, bias_split) if bias else None
         self.layout, self.product = layout, product
 
@@ -132,7 +135,10 @@ def _columns_backward(equation, layout, product, residuals, gs):
     if layout.collective_matmul:
         dx, x = product_scatter(layout, multiply, gs, beside=x)
     else:
-        dx, x = scatter_positions(layout, multiply(*gs)), gather_positions(layout, x)
+        dx = scatter_positions(layout, multiply(*gs))
+        if weights[0].later:
+            return dx, [w.gradient(Pair(x, g)) for g, w in zip(gs, weights, strict=True)]
+        x = gather_positions(layout, x)
     grads = [product(weigh, x, g, jnp.float32, gradient=1) for g in gs]
     return dx, [w.gradient(g) for g, w in zip(grads, weights, strict=True)]
 
@@ -170,12 +176,21 @@ def _row_backward(equation, layout, product, residuals, g):
     if layout.collective_matmul:
         [dx], g = gather_product(layout, g, multiply, whole=True)
     else:
-        g = gather_positions(layout, g)
+        between, g = g, gather_positions(layout, g)
         [dx] = multiply(g)
+        if weight.later:
+            return dx, weight.gradient(Pair(x, between))
     return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1))
 
 
 _row.defvjp(_row_forward, _row_backward)
+
+
+def multiply_pair(pair: Pair, row: bool, layout: Layout, product: Product) -> jax.Array:
+    """The float32 gradient [D, ...] of a `Linear`'s kernel, left for later by the backward of `columns` or `row`."""
+    x, g = (pair.x, gather_positions(layout, pair.g)) if row else (gather_positions(layout, pair.x), pair.g)
+    wide = "BT" + "NH"[: (x if row else g).ndim - 2]
+    return product(f"{wide},BTD->D{wide[2:]}" if row else f"BTD,{wide}->D{wide[2:]}", x, g, jnp.float32, gradient=1)
 
 
 def _transposed(equation: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 Head product, softmax and their gradients are fused (as in Liger; Hsu et al. 2024): the backward's products are made
 while a chunk's logits are at hand, so nothing is recomputed and no float32 logits outlive their chunk. Sums over the
-vocabulary cross `tensor` as one float32 number per token; logits are never gathered. Returns sums, to be divided once.
+vocabulary cross `pipeline` and `tensor` as one float32 number per token; logits are never gathered. Returns sums, to be
+divided once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.weights import Weight
-from jaxtrain.sharding import Layout, index, pmax, psum
+from jaxtrain.sharding import VOCAB_AXES, Layout, place, pmax, psum
 
 IGNORE = -1  # a target of -1: this position has none
 
@@ -45,10 +46,10 @@ def cross_entropy(x: jax.Array, head: Weight, targets: jax.Array, layout: Layout
     """This device's loss sums of final activations against the head.
 
     Args:
-      x [B, t, D] in compute dtype; head [D, V/tensor]; targets [B, T] int32, -1 for none.
+      x [B, t, D] in compute dtype, the same on all stages; head [D, V]; targets [B, T] int32, -1 for none.
 
-    Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `tensor`, to be
-    added up over `sharding.TOKEN_AXES`.
+    Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `pipeline` and
+    `tensor`, to be added up over `sharding.TOKEN_AXES`.
     """
     return _run(x, head, targets, layout, settings, with_gradients=False)[0]
 
@@ -93,32 +94,32 @@ def _run(x, head, targets, layout, settings, with_gradients):
     if not with_gradients:
         return sums, None, None
     dx = dx.reshape(count * chunk, width)[:tokens].reshape(*targets.shape, width)
-    return sums, scatter_positions(layout, dx), dhead
+    return sums, psum(layout, scatter_positions(layout, dx), "pipeline"), dhead
 
 
 def _chunk(x, y, matrix, layout, settings):
-    """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V/tensor] in float32."""
+    """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V] in float32."""
     logits = jnp.dot(x, matrix, preferred_element_type=jnp.float32)
     slope = 1.0
     if settings.softcap:
         capped = settings.softcap * jnp.tanh(logits / settings.softcap)
         slope, logits = 1.0 - (capped / settings.softcap) ** 2, capped
-    ids = index(layout, "tensor") * matrix.shape[1] + jnp.arange(matrix.shape[1])
+    ids = place(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)
     # A shard may hold nothing but padding: the largest logit over all shards is finite all the same.
-    top = pmax(layout, top, "tensor")
+    top = pmax(layout, top, *VOCAB_AXES)
     exp = jnp.where(real, jnp.exp(logits - top[:, None]), 0.0)
-    total = psum(layout, exp.sum(-1), "tensor")
+    total = psum(layout, exp.sum(-1), *VOCAB_AXES)
     log_z = jnp.log(total) + top
     hit = ids == y[:, None]
-    label_logit = psum(layout, jnp.where(hit, logits, 0.0).sum(-1), "tensor")
+    label_logit = psum(layout, jnp.where(hit, logits, 0.0).sum(-1), *VOCAB_AXES)
     weight = (y != IGNORE).astype(jnp.float32)
     nll = log_z - label_logit
     objective, smoothing = nll, settings.label_smoothing
     dlogits = exp / total[:, None] * (1.0 + 2.0 * settings.z_loss * log_z)[:, None] - (1.0 - smoothing) * hit
     if smoothing:
-        mean_logit = psum(layout, jnp.where(real, logits, 0.0).sum(-1), "tensor") / settings.vocab_size
+        mean_logit = psum(layout, jnp.where(real, logits, 0.0).sum(-1), *VOCAB_AXES) / settings.vocab_size
         objective = (1.0 - smoothing) * nll + smoothing * (log_z - mean_logit)
         dlogits = dlogits - smoothing / settings.vocab_size * real
     objective = objective + settings.z_loss * log_z**2

@@ -32,7 +32,9 @@ class Mlp(nnx.Module):
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
         bias = ((d,), ("vector",)) if model.mlp_bias else None
-        self.down = Linear(rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, layout.sequence_parallel, product)
+        self.down = Linear(
+            rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, layout.sequence_parallel, product, row=True
+        )
         self.activation = model.mlp
 
     def __call__(self, x: jax.Array) -> jax.Array:

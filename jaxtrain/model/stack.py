@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.memory import Remat
-from jaxtrain.model.weights import Weight, fetch, is_stored
+from jaxtrain.model.weights import Pair, Weight, fetch, is_stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +41,8 @@ class Stack:
       count: layers.
       remat: what blocks keep for the backward.
       prefetch: "off", "forward", "backward" or "both".
+      first: where its layers begin in arrays of layers, which may have more.
+      later: None, or what x is like and the length T of rows: gradients of matrices are then left as `weights.Pair`s.
     """
 
     parts: dict[str, Callable]
@@ -49,6 +51,8 @@ class Stack:
     count: int
     remat: Remat
     prefetch: str
+    first: Any = 0
+    later: tuple[jax.ShapeDtypeStruct, int] | None = None
 
     def ahead(self, direction: str, stored: Any) -> bool:
         """Whether weights are fetched a block ahead. Only what must be sent is worth it."""
@@ -67,7 +71,8 @@ class Stack:
         number = jnp.clip(number, 0, self.count - 1)
 
         def one(stored, place):
-            return place.fetch(dataclasses.replace(stored, value=_of(stored.value, number)))
+            weight = place.fetch(dataclasses.replace(stored, value=self.of(stored.value, number)))
+            return place.pair(weight, *self.later) if self.later and place.matrix else weight
 
         with jax.named_scope("fetch"):
             return jax.tree.map(one, stored, self.places, is_leaf=is_stored)
@@ -80,6 +85,24 @@ class Stack:
 
         gives = jax.tree.leaves(jax.tree.map(sends, stored, self.places, is_leaf=is_stored))
         return self.count // every - (self.gathers(stored) or any(gives))
+
+    def of(self, array: jax.Array, number: jax.Array | int) -> jax.Array:
+        """A layer's part of an array of layers."""
+        return jax.lax.dynamic_index_in_dim(array, self.first + number, 0, keepdims=False)
+
+    def put(self, array: jax.Array, part: jax.Array, number: jax.Array | int) -> jax.Array:
+        """An array of layers with a layer's part put in."""
+        return jax.lax.dynamic_update_index_in_dim(array, part, self.first + number, 0)
+
+    def put_all(self, trees: Any, parts: Any, number: jax.Array | int) -> Any:
+        """As `put`, of the arrays of a nested dict that `parts` has parts for."""
+        if not isinstance(parts, dict):
+            return self.put(trees, parts, number)
+        return trees | {key: self.put_all(trees[key], part, number) for key, part in parts.items()}
+
+    def layer(self, tree: Any, number: jax.Array | int) -> Any:
+        """As `of`, of a tree."""
+        return jax.tree.map(lambda array: self.of(array, number), tree)
 
     def block(self, x: Any, weights: Any, of_layer: Any, shared: Any) -> tuple[Any, Any]:
         """All parts; what the first gives out."""
@@ -95,10 +118,10 @@ class Stack:
         def one(gradient, sums, stored, place):
             earlier = stored.earlier
             if earlier is not None:
-                earlier = _of(sums if earlier.shape == sums.shape else earlier, number)
+                earlier = self.of(sums if earlier.shape == sums.shape else earlier, number)
             return place.give(gradient, earlier, stored.last)
 
-        trees = ({key: tree[key] for key in gradients} for tree in (sums, stored, self.places))
+        trees = (_like(tree, gradients) for tree in (sums, stored, self.places))
         with jax.named_scope("give"):
             return jax.tree.map(one, gradients, *trees)
 
@@ -132,11 +155,11 @@ def _forward(stack, x, stored, of_layers, shared, keep):
             is_last = isinstance(number, int) and number == stack.count - 1
             weights = mine if is_last else stack.fetch(stored, number + 1) if ahead else None
             if copies:
-                copy = jax.tree.map(lambda c, w: _put(c, w.value, number), copy, mine, is_leaf=_is_weight)  # noqa: B023
+                copy = jax.tree.map(lambda c, w: stack.put(c, w.value, number), copy, mine, is_leaf=_is_weight)  # noqa: B023
             if keep:
-                x, out = _keep(stack, turn, x, mine, _layer(of_layers, number), shared)
+                x, out = _keep(stack, turn, x, mine, stack.layer(of_layers, number), shared)
             else:
-                x, out = stack.block(x, mine, _layer(of_layers, number), shared)
+                x, out = stack.block(x, mine, stack.layer(of_layers, number), shared)
             outs.append(out)
         return (x, weights, copy), (outs if keep else outs[0])
 
@@ -158,23 +181,112 @@ def _forward(stack, x, stored, of_layers, shared, keep):
 def _forward_and_keep(stack, x, stored, after, of_layers, shared):
     x, weights, (kept, copy), last = _forward(stack, x, stored, of_layers, shared, keep=True)
     after_weights = jax.tree.map(fetch, after, stack.after, is_leaf=is_stored)
-    return (x, after_weights, None, copy), (stored, after, of_layers, shared, kept, last, copy, weights)
+    return (x, after_weights, None, copy), (stored, after, of_layers, shared, (kept, last), copy, weights)
 
 
 def _backward(stack, residuals, cotangents):
-    stored, after, of_layers, shared, kept, last, copy, weights = residuals
+    stored, after, of_layers, shared, kept, copy, weights = residuals
     dx, after_gradients, _, _ = cotangents
-    primal = stored
+
+    def give_after():
+        found = jax.tree.map(_give_after, after, after_gradients, stack.after, is_leaf=lambda x: is_stored(x) or _is_weight(x))
+        return _cotangents(after, found)
+
+    fetched = stored
     if copy is not None:
-        stored = jax.tree.map(lambda s, c: dataclasses.replace(s, value=c, ready=True), stored, copy, is_leaf=is_stored)
+        fetched = jax.tree.map(lambda s, c: dataclasses.replace(s, value=c, ready=True), stored, copy, is_leaf=is_stored)
+    dx, sums, after_sums = _pull(
+        stack, dx, kept, fetched, stack.loops(stored, stack.remat.every), of_layers, shared, weights, give_after
+    )
+    return dx, _cotangents(stored, sums), after_sums, None, None
+
+
+run.defvjp(_forward_and_keep, _backward)
+
+
+def forward(stack: Stack, x: Any, stored: Any, of_layers: Any, shared: Any) -> tuple[Any, Any]:
+    """x through all blocks, and what `backward` needs beside the other arguments. For schedules of their own (pipelines)."""
+    x, _, (kept, _), last = _forward(stack, x, stored, of_layers, shared, keep=True)
+    return x, (kept, last)
+
+
+def plain(stack: Stack, x: Any, stored: Any, of_layers: Any, shared: Any) -> Any:
+    """x through all blocks, for no backward."""
+    return _forward(stack, x, stored, of_layers, shared, keep=False)[0]
+
+
+def backward(stack: Stack, dx: Any, kept: Any, stored: Any, of_layers: Any, shared: Any) -> tuple[Any, Any]:
+    """The cotangent of x of `forward`, and nested dict of gradients with the earlier ones of `stored` added to them."""
+    dx, sums, _ = _pull(stack, dx, kept, stored, stack.loops(stored, stack.remat.every), of_layers, shared)
+    return dx, sums
+
+
+def backward_of_inputs(stack: Stack, dx: Any, kept: Any, stored: Any, of_layers: Any, shared: Any) -> tuple[Any, Any, Any]:
+    """As `backward` where gradients of matrices are left for later (`stack.later`).
+
+    Returns: the cotangent of x; gradients, those of matrices as they were before; the pairs for `backward_of_weights`.
+    """
+    (kept, last), every = kept, stack.remat.every
+    matrices = jax.tree.map(lambda place: place.matrix, stack.places)
+
+    def blocks(carry, xs):
+        (dx, sums), (group, kept), pairs = carry, xs, []
+        for turn in reversed(range(every)):
+            number, found = group * every + turn, {}
+            mine = stack.fetch(stored, number)
+            for pull in kept[turn].pulls(stack, turn, mine, stack.layer(of_layers, number), shared):
+                dx, gradients = pull(dx)
+                found |= gradients
+            sums = stack.put_all(sums, stack.sums(_only(found, matrices, False), sums, stored, number), number)
+            pairs.append(_only(found, matrices, True))
+        return (dx, sums), pairs
+
+    loops, last_pairs = stack.loops(stored, every), None
+    with jax.named_scope("backward"):
+        carry = dx, jax.tree.map(lambda s: s.earlier, stored, is_leaf=is_stored)
+        if last is not None:
+            carry, last_pairs = blocks(carry, (loops, last))
+        (dx, sums), pairs = jax.lax.scan(blocks, carry, (jnp.arange(loops), kept), reverse=True)
+    return dx, sums, (pairs, last_pairs)
+
+
+def backward_of_weights(stack: Stack, pairs: Any, stored: Any, multiply: Callable) -> Any:
+    """Gradients with the earlier ones of `stored` added; those of vectors as they were before.
+
+    Args:
+      multiply: `(pair, row-parallel) -> ` float32 gradient of a matrix as it is fetched.
+    """
+    (pairs, last), every = pairs, stack.remat.every
+
+    def blocks(sums, xs):
+        group, pairs = xs
+        for turn, found in zip(reversed(range(every)), pairs, strict=True):
+            number = group * every + turn
+            rows = _like(jax.tree.map(lambda place: place.row, stack.places), found)
+            gradients = jax.tree.map(multiply, found, rows, is_leaf=lambda x: isinstance(x, Pair))
+            sums = stack.put_all(sums, stack.sums(gradients, sums, stored, number), number)
+        return sums, None
+
+    loops = stack.loops(stored, every)
+    with jax.named_scope("backward"):
+        sums = jax.tree.map(lambda s: s.earlier, stored, is_leaf=is_stored)
+        if last is not None:
+            sums, _ = blocks(sums, (loops, last))
+        return jax.lax.scan(blocks, sums, (jnp.arange(loops), pairs), reverse=True)[0]
+
+
+def _pull(stack, dx, kept, stored, loops, of_layers, shared, weights=None, beside=lambda: None):
+    """dx and gradients at the beginning of the blocks; what `beside` gives, done after the last block.
+
+    Args:
+      loops: groups of blocks that were in the loop; weights: those of the last block, if they are at hand.
+    """
+    kept, last = kept
     every, ahead = stack.remat.every, stack.ahead("backward", stored)
 
     def sums_of(stored):
         same = stored.earlier is not None and stored.earlier.shape == stored.slot.shape
         return stored.earlier if same else jnp.zeros(stored.slot.shape, jnp.float32)
-
-    def put(sums, new, number):
-        return sums | {key: jax.tree.map(lambda s, n: _put(s, n, number), sums[key], new[key]) for key in new}
 
     tied = jax.lax.optimization_barrier if last is not None else lambda x: x  # alone, there is nothing to tie
 
@@ -185,16 +297,15 @@ def _backward(stack, residuals, cotangents):
             mine = weights if ahead else stack.fetch(stored, number)
             weights = stack.fetch(stored, number - 1) if ahead else None
             sent, given = stack.sums(waiting, sums, stored, number + 1), number + 1
-            for pull in kept[turn].pulls(stack, turn, mine, _layer(of_layers, number), shared):
+            for pull in kept[turn].pulls(stack, turn, mine, stack.layer(of_layers, number), shared):
                 dx, waiting = pull(dx)
                 dx, waiting, weights, sent = tied((dx, waiting, weights, sent))
-                sums = put(sums, sent, given)
+                sums = stack.put_all(sums, sent, given)
                 sent, given = stack.sums(waiting, sums, stored, number), number
             if last is None:
-                sums, waiting = put(sums, sent, given), {}
+                sums, waiting = stack.put_all(sums, sent, given), {}
         return (dx, weights, waiting, sums), None
 
-    loops = stack.loops(primal, every)
     with jax.named_scope("backward"):
         if not ahead:
             weights = None
@@ -203,16 +314,10 @@ def _backward(stack, residuals, cotangents):
         carry = (dx, weights, {}, jax.tree.map(sums_of, stored, is_leaf=is_stored))
         if last is not None:
             carry, _ = blocks(carry, (loops, last))
-        after_sums = jax.tree.map(
-            _give_after, after, after_gradients, stack.after, is_leaf=lambda x: is_stored(x) or _is_weight(x)
-        )
-        carry, after_sums = jax.lax.optimization_barrier((carry, after_sums))
+        carry, found = jax.lax.optimization_barrier((carry, beside()))
         (dx, _, waiting, sums), _ = jax.lax.scan(blocks, carry, (jnp.arange(loops), kept), reverse=True)
-        sums = put(sums, stack.sums(waiting, sums, stored, 0), 0)
-    return dx, _cotangents(primal, sums), _cotangents(after, after_sums), None, None
-
-
-run.defvjp(_forward_and_keep, _backward)
+        sums = stack.put_all(sums, stack.sums(waiting, sums, stored, 0), 0)
+    return dx, sums, found
 
 
 def _give_after(stored, weight, place):
@@ -284,18 +389,15 @@ def _first(part: Callable) -> Callable:
     return lambda *args: part(*args)[0]
 
 
-def _layer(tree: Any, number: jax.Array | int) -> Any:
-    return jax.tree.map(lambda array: _of(array, number), tree)
+def _like(tree: Any, part: Any) -> Any:
+    """Of a nested dict, what is at the keys of another one that has some of them."""
+    return {key: _like(tree[key], below) for key, below in part.items()} if isinstance(part, dict) else tree
 
 
-def _of(array: jax.Array, number: jax.Array | int) -> jax.Array:
-    """A layer's part of an array of all layers."""
-    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
-
-
-def _put(array: jax.Array, part: jax.Array, number: jax.Array | int) -> jax.Array:
-    """An array of all layers with a layer's part put in."""
-    return jax.lax.dynamic_update_index_in_dim(array, part, number, 0)
+def _only(tree: Any, flags: Any, wanted: bool) -> Any:
+    """Of a nested dict, the leaves whose flag is the wanted one."""
+    found = {key: _only(below, flags[key], wanted) if isinstance(below, dict) else below for key, below in tree.items()}
+    return {key: x for key, x in found.items() if (x != {} if isinstance(x, dict) else flags[key] == wanted)}
 
 
 def _is_weight(x: Any) -> bool:

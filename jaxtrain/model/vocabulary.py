@@ -1,7 +1,8 @@
 """The two ends of the decoder: token embedding and output head, both sharded over the vocabulary.
 
 Rows are padded to a multiple that does not depend on the mesh. Padding rows are zero, are never looked up, never enter
-a softmax, and get no gradient. Neither table nor logits are gathered over `tensor` (Shoeybi et al. 2019, section 3).
+a softmax, and get no gradient. Neither table nor logits are gathered (Shoeybi et al. 2019, section 3). Pipeline
+stages share the vocabulary as the devices of `tensor` do, so that the first and the last have no more to do than others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.weights import Place, Stored
-from jaxtrain.sharding import Layout, all_gather, all_to_all, index
+from jaxtrain.sharding import Layout, all_gather, all_to_all, psum
+from jaxtrain.sharding import place as part_of
 
 TIED, LOOKUP = ("vocab", "embed"), ("vocab", "lookup")
 
@@ -45,8 +47,8 @@ class Embedding(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Rows of the table for tokens [B, T], in compute dtype [B, t, D].
 
-        Each device of `tensor` looks up the ids it owns and the results are summed. The gradient is scattered and summed in
-        float32: in bfloat16, a frequent token's row would stop growing.
+        Each device of `pipeline` and `tensor` looks up the ids it owns and the results are summed. The gradient is scattered
+        and summed in float32: in bfloat16, a frequent token's row would stop growing.
         """
         return _embed(self.table.get_value(), tokens, self.place)
 
@@ -80,7 +82,7 @@ def _embed(stored, tokens, place):
     table = stored.value.astype(place.dtype) if sharded else place.fetch(stored).value
     rows, owned = _own_rows(table.shape[0], ids, layout)
     found = jnp.where(owned[..., None], table[rows], 0)
-    found = scatter_positions(layout, found)
+    found = psum(layout, scatter_positions(layout, found), "pipeline")
     return all_to_all(layout, found, "fsdp", 0, 2) if sharded else found
 
 
@@ -108,6 +110,6 @@ _embed.defvjp(_embed_forward, _embed_backward)
 
 def _own_rows(size: int, tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """Row in this device's part of the table, and whether it is there. Ids of other devices map to row 0."""
-    rows = tokens - size * index(layout, "tensor")
+    rows = tokens - size * part_of(layout, "vocab")
     owned = (rows >= 0) & (rows < size)
     return jnp.where(owned, rows, 0), owned

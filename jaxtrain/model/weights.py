@@ -46,15 +46,32 @@ class Stored:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Pair:
+    """What a weight's gradient is the product of, to be multiplied later: input of its product, and gradient of the result.
+
+    The one that lies between blocks is [B, t, D], the other is [B, T, ...].
+    """
+
+    x: jax.Array
+    g: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """A weight as products take it: this device's part, in the dtype it is used in."""
 
     value: jax.Array
-    slot: jax.Array | None = None  # float32 zeros like `value`; its gradient is the weight's
+    slot: jax.Array | Pair | None = None  # float32 zeros like `value`; its gradient is the weight's, or a `Pair` for it
 
-    def gradient(self, slot: jax.Array) -> Weight:
+    def gradient(self, slot: jax.Array | Pair) -> Weight:
         """The cotangent of this leaf when that of its slot is `slot`."""
         return Weight(None, slot)
+
+    @property
+    def later(self) -> bool:
+        """Whether the gradient is multiplied later."""
+        return isinstance(self.slot, Pair)
 
 
 def is_stored(x: Any) -> bool:
@@ -72,6 +89,7 @@ class Place:
       matrix: it multiplies activations; else a vector, a scale or bias.
       split_inputs: it sees different inputs on the devices of `tensor` although it is whole there (a norm scale under
         sequence parallelism, a scale on heads), so that its gradient must be summed over them.
+      row: its product is row-parallel: it is the result that lies between blocks, not the input.
     """
 
     layout: Layout
@@ -79,6 +97,13 @@ class Place:
     dtype: Any
     matrix: bool
     split_inputs: bool = False
+    row: bool = False
+
+    def pair(self, weight: Weight, like: jax.ShapeDtypeStruct, length: int) -> Weight:
+        """The weight with room for a `Pair` instead of its gradient. `like`: x [B, t, D] between blocks; T is the length."""
+        x = jnp.zeros(like.shape, like.dtype)
+        wide = jnp.zeros((like.shape[0], length, *weight.value.shape[1:]), like.dtype)
+        return Weight(weight.value, Pair(wide, x) if self.row else Pair(x, wide))
 
     def fetch(self, stored: Stored) -> Weight:
         """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
@@ -123,11 +148,17 @@ class Place:
             gradient = gradient + earlier
         if not last or not self.matrix:
             return gradient
+        gradient = self.complete(gradient, early)
+        return gradient if earlier is None or not summed else gradient + earlier
+
+    def complete(self, gradient: jax.Array, scattered: bool = False) -> jax.Array:
+        """A matrix's gradient in gradient placement, to optimizer placement and summed over all that share the weight."""
+        early = scattered or self.sharded("gradient")
         gradient = gradient if early else self._scatter(gradient, "optimizer")
         axes = self._sum_axes(early or self.sharded("optimizer"))
         if self.layout.size(*axes) > 1:
             gradient = psum(self.layout, gradient.astype(self.layout.reduce_dtype), *axes).astype(jnp.float32)
-        return gradient if earlier is None or not summed else gradient + earlier
+        return gradient
 
     def finish(self, gradient: jax.Array) -> jax.Array:
         """A gradient at the end of the step, perhaps of all layers: those of vectors summed over devices."""
@@ -214,7 +245,12 @@ def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
     def place(path, variable):
         facts, matrix = variable.get_metadata(), path[-1] in MATRICES
         return Place(
-            layout, facts["dims"], jnp.dtype(dtype if matrix else jnp.float32), matrix, facts.get("split_inputs", False)
+            layout,
+            facts["dims"],
+            jnp.dtype(dtype if matrix else jnp.float32),
+            matrix,
+            facts.get("split_inputs", False),
+            facts.get("row", False),
         )
 
     return nnx.to_pure_dict(nnx.map_state(place, variables))

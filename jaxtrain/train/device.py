@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,14 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
+from jaxtrain import pipeline, pipeline_schedule
+from jaxtrain.model import products
 from jaxtrain.model.decoder import Decoder
-from jaxtrain.model.loss import LossSettings, cross_entropy
+from jaxtrain.model.layers import multiply_pair
+from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
+from jaxtrain.model.vocabulary import padded_size
 from jaxtrain.model.weights import Stored
-from jaxtrain.sharding import TOKEN_AXES, Layout, is_dims, per_device, place, psum
+from jaxtrain.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device, place, psum
 from jaxtrain.train.step import make_gradients
 
 MICROBATCHES = ("activation", ("microbatch", "batch", "length"))
@@ -58,20 +63,41 @@ def device_functions(
     def hidden(decoder, batch, key=None):
         return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
 
-    def loss(weights, slots, earlier, last, ready, batch, step, microbatch):
-        own = batch["tokens"].shape[0]
+    def key(step, microbatch):
+        own = rows // layout.size(*ACTIVATION_RULES["batch"])
         first = microbatch * rows + place(layout, "batch") * own
-        key = (config.train.seed, step, first + jnp.arange(own)) if dropout else None
-        final = hidden(merge(leaves(weights, slots, earlier, last, ready)), batch, key)
+        return (config.train.seed, step, first + jnp.arange(own)) if dropout else None
+
+    def loss(weights, slots, earlier, last, ready, batch, step, microbatch):
+        final = hidden(merge(leaves(weights, slots, earlier, last, ready)), batch, key(step, microbatch))
         return cross_entropy(final.x, final.head, batch["targets"], layout, trained), final.fetched
+
+    def end(decoder, x, targets, settings):
+        """Loss of what the blocks give."""
+        return cross_entropy(*decoder.end(x), targets, layout, settings)
 
     def slots(last):
         placement = "optimizer" if last else "gradient"
         shapes = jax.tree.map(lambda a, names: layout.local_shape(names, placement, a.shape), abstract_params, dims)
         return jax.tree.map(lambda _, shape: jnp.zeros(shape, jnp.float32), abstract_params, shapes)
 
-    keeps = any(p.kept for p in jax.tree.leaves(places["blocks"]))
-    accumulate = make_gradients(loss, slots, layout.defers, keeps)
+    staged = layout.size("pipeline") > 1
+    stages = pipeline.Model(
+        lambda *args: merge(leaves(*args)),
+        functools.partial(end, settings=trained),
+        key,
+        functools.partial(multiply_pair, layout=layout, product=products.make(config.precision.products)),
+        places,
+        slots,
+    )
+    if staged:
+        table = pipeline_schedule.make(
+            config.pipeline.schedule, layout.size("pipeline"), config.train.accumulation_steps, layout.virtual_stages
+        )
+        accumulate = pipeline.make_gradients(table, layout, stages, config.pipeline.keep)
+    else:
+        keeps = any(p.kept for p in jax.tree.leaves(places["blocks"]))
+        accumulate = make_gradients(loss, slots, layout.defers, keeps)
 
     def gradients(weights, batch, step):
         sums, total = accumulate(weights, batch, step)
@@ -83,13 +109,28 @@ def device_functions(
         return sums, total, _norm(layout, squares, dims)
 
     def evaluation(weights, batch):
-        final = hidden(merge(leaves(weights)), batch)
-        return (psum(layout, cross_entropy(final.x, final.head, batch["targets"], layout, plain), *TOKEN_AXES),)
+        def add(decoder, x, rows, number, sums):
+            return jax.tree.map(jnp.add, sums, end(decoder, x, rows["targets"], plain))
+
+        if staged:
+            sums = pipeline.forward(layout, stages, add, weights, batch, LossSums(*[jnp.zeros((), jnp.float32)] * 3))
+        else:
+            final = hidden(merge(leaves(weights)), batch)
+            sums = cross_entropy(final.x, final.head, batch["targets"], layout, plain)
+        return (psum(layout, sums, *TOKEN_AXES),)
 
     def logits(weights, batch):
         decoder = merge(leaves(weights))
-        final = hidden(decoder, batch)
-        return (decoder.logits(final.x, final.head),)
+        if not staged:
+            final = hidden(decoder, batch)
+            return (decoder.logits(final.x, final.head),)
+
+        def put(decoder, x, rows, number, all):
+            found = decoder.logits(*decoder.end(x))
+            return jax.lax.dynamic_update_slice_in_dim(all, found, number * found.shape[0], 0)
+
+        shape = (*batch["tokens"].shape, padded_size(model) // layout.size(*VOCAB_AXES))
+        return (pipeline.forward(layout, stages, put, weights, batch, jnp.zeros(shape, jnp.float32)),)
 
     stored = ("storage", dims)
     return (

@@ -126,6 +126,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     def init(seed):
         params = nnx.to_pure_dict(nnx.state(make(jax.random.key(seed)), nnx.Param))
+        if layout.virtual_stages > 1:  # layers lie in the order of `Layout.layer_order`
+            order = layout.layer_order(model.num_layers).ravel()
+            params["blocks"] = jax.tree.map(lambda a: a[order], params["blocks"])
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, optimizer.init(params), zero, zero)
 

@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         self.query, self.key, self.value = qkv(n, "heads"), qkv(k, "kv_heads"), qkv(k, "kv_heads")
         bias = ((d,), ("vector",)) if model.attention_out_bias else None
         dims = ("embed", "heads", "head_dim")
-        self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, layout.sequence_parallel, product)
+        self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, layout.sequence_parallel, product, row=True)
         norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, True)
         self.query_norm = Norm(*norm) if model.qk_norm else None
         self.key_norm = Norm(*norm) if model.qk_norm else None

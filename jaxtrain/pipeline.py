@@ -1,0 +1,279 @@
+"""Runs a schedule: all stages in one SPMD program, one loop over the rounds of its table. Code of one device.
+
+A stage runs its blocks with `jaxtrain.model.stack` as a model without stages runs all of them. What a stage has not to do in a
+phase it does not do: work is the body of a loop that runs once or not at all (unlike a conditional, a loop updates sums and
+stash in place). Between phases, every stage sends one microbatch's activations to the next stage and one microbatch's
+cotangents to the one before, while it works on something else.
+
+Embedding, head and loss are split over the vocabulary, over stages as over `tensor`: the last stage's activations go to all
+stages, each has its part of the logits. No weight and no gradient of a weight crosses `pipeline`; that of tied embeddings is
+the sum of both uses on each device. What stages hold whole (final norm, learned positions) each computes alike.
+
+Gradients are summed over microbatches in place; sums over devices that can wait are made once, after the last round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.model import stack
+from jaxtrain.model.decoder import Decoder
+from jaxtrain.model.loss import LossSums
+from jaxtrain.model.weights import Stored
+from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Table, forward_only
+from jaxtrain.sharding import Layout, broadcast, index, permute
+
+AXIS = "pipeline"
+EMBEDDING = ("embedder", "positions")  # weights of what comes before the blocks
+
+
+class Model(NamedTuple):
+    """What the executor must know of the model.
+
+    Attributes:
+      decoder: `(weights, slots, earlier, last, ready) -> Decoder` of `Stored` weights; the first alone for no gradients.
+      loss: `(decoder, x after all blocks, targets) -> LossSums`.
+      key: `(step, microbatch) -> dropout key`, which may be None.
+      multiply: `(pair, row-parallel) -> ` gradient of a matrix of the blocks.
+      places: nested dict of `weights.Place`s like the weights, those of blocks a layer's.
+      slots: `last -> ` zeros like the gradients of a microbatch that is the last, or not.
+    """
+
+    decoder: Callable[..., Decoder]
+    loss: Callable[..., LossSums]
+    key: Callable[..., Any]
+    multiply: Callable[..., jax.Array]
+    places: Any
+    slots: Callable[[bool], Any]
+
+
+def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Callable:
+    """As `train.step.make_gradients`: `(weights, batch [M, b, T], step) -> (LossSums, gradients)` of this device's rows.
+
+    Args:
+      keep: "blocks": a stage keeps for its backward what its blocks keep; "input": its input alone.
+    """
+    last_chunk, last, splits = table.virtual - 1, not layout.defers, bool(table.pair_slots)
+
+    def gradients(weights, batch, step):
+        stage = index(layout, AXIS)
+        weights, ready = _fetched(model.places, weights)
+        zeros = model.slots(last)
+        structure = []  # of what a forward keeps for the backward, and the backward for the gradients of weights
+
+        def decoder(slots=None, sums=None):
+            return model.decoder(weights, slots, sums and {**zeros, **sums}, last, ready)
+
+        def key(microbatch):
+            return model.key(step, microbatch)
+
+        def run(x, microbatch, chunk):
+            arguments = _stage(decoder(zeros), batch, key, microbatch, chunk, later)
+            y, kept = stack.forward(arguments[0], x, *arguments[1:])
+            leaves, found = jax.tree.flatten(kept if keep == "blocks" else x)
+            structure[:1] = [found]
+            return y, leaves
+
+        def pull(dx, leaves, sums, microbatch, chunk):
+            arguments = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
+            kept = jax.tree.unflatten(structure[0], leaves)
+            if keep == "input":
+                _, kept = stack.forward(arguments[0], kept, *arguments[1:])
+            if not splits:
+                return *stack.backward(arguments[0], dx, kept, *arguments[1:]), []
+            dx, blocks, pairs = stack.backward_of_inputs(arguments[0], dx, kept, *arguments[1:])
+            leaves, found = jax.tree.flatten(pairs)
+            structure[1:] = [found]
+            return dx, blocks, leaves
+
+        def weigh(leaves, sums, microbatch, chunk):
+            blocks, stored, _, _ = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
+            pairs = jax.tree.unflatten(structure[1], leaves)
+            return stack.backward_of_weights(blocks, pairs, stored, model.multiply)
+
+        def embed(microbatch, slots=None, sums=None):
+            rows = batch["tokens"][microbatch], batch["positions"][microbatch]
+            return decoder(slots, sums).embed(*rows, key(microbatch))[0]
+
+        def embed_backward(dx, sums, microbatch):
+            _, pull = jax.vjp(lambda slots: embed(microbatch, slots, sums), zeros)
+            found = pull(dx)[0]
+            return {name: found[name] if name in EMBEDDING else tree for name, tree in sums.items()}
+
+        def head(x, sums, microbatch):
+            def objective(x, slots):
+                losses = model.loss(decoder(slots, sums), x, batch["targets"][microbatch])
+                return losses.objective, losses
+
+            (dx, found), losses = jax.grad(objective, argnums=(0, 1), has_aux=True)(x, zeros)
+            # What the head adds to a tied table comes without its earlier sums, which the lookup adds.
+            tied = {} if "head" in sums else {"embedder": jax.tree.map(jnp.add, sums["embedder"], found["embedder"])}
+            return losses, dx, {**sums, **{name: found[name] for name in ("final_norm", "head") if name in sums}, **tied}
+
+        def round(carry, row):
+            arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses = carry
+            # What the round before gave out travels while this one's forward computes.
+            arrived_dx, first_dx = permute(layout, dx, AXIS, -1), broadcast(layout, dx, AXIS, 0)
+            x = jnp.where((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
+
+            def forward(carry):
+                y, leaves = run(x, row.microbatch[0], row.chunk[0])
+                return y, [_put(all, leaf, row.slot[0]) for all, leaf in zip(carry[1], leaves, strict=True)]
+
+            y, kept = _once(row.kind[0] == FORWARD, forward, (none, kept))
+            # Its activation travels while head and backward compute.
+            arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, table.stages - 1)
+
+            def with_head(carry):
+                outer, losses, head_dx = carry
+                found, dx, outer = head(final, outer, row.head)
+                return outer, jax.tree.map(jnp.add, losses, found), _put(head_dx, dx, row.head_slot[0])
+
+            blocks = weights_phase(0, row, pairs, blocks)
+            outer, losses, head_dx = _once(row.head >= 0, with_head, (outer, losses, head_dx))
+            at_end = (stage == table.stages - 1) & (row.chunk[1] == last_chunk)
+            dx = jnp.where(at_end, head_dx[row.head_slot[1]], arrived_dx)
+
+            def backward(carry):
+                leaves = [all[row.slot[1]] for all in kept]
+                dx_in, blocks, found = pull(dx, leaves, {"blocks": carry[1]}, row.microbatch[1], row.chunk[1])
+                return dx_in, blocks, [_put(all, leaf, row.pair_slot[1]) for all, leaf in zip(carry[2], found, strict=True)]
+
+            dx, blocks, pairs = _once(row.kind[1] == BACKWARD, backward, (none, blocks, pairs))
+            for phase in range(1, row.kind.shape[0]):
+                blocks = weights_phase(phase, row, pairs, blocks)
+            outer = _once(row.embed_backward >= 0, lambda sums: embed_backward(first_dx, sums, row.embed_backward), outer)
+            embedded = _once(row.embed >= 0, lambda _: embed(row.embed), embedded)
+            return (arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses), None
+
+        def weights_phase(phase, row, pairs, blocks):
+            """Gradients of weights, where the table has them in a phase."""
+            if WEIGHTS not in table.kinds(phase):
+                return blocks
+
+            def multiply(blocks):
+                leaves = [all[row.pair_slot[phase]] for all in pairs]
+                return weigh(leaves, {"blocks": blocks}, row.microbatch[phase], row.chunk[phase])
+
+            return _once(row.kind[phase] == WEIGHTS, multiply, blocks)
+
+        def stash(count, like):
+            return [jnp.zeros((count, *leaf.shape), leaf.dtype) for leaf in like]
+
+        x = embed(0)
+        later = (jax.eval_shape(lambda: x), batch["tokens"].shape[-1]) if splits else None
+        none, number = jnp.zeros_like(x), jnp.zeros((), jnp.int32)
+        like = jax.eval_shape(run, x, number, number)[1]
+        pairs = jax.eval_shape(pull, x, like, {"blocks": zeros["blocks"]}, number, number)[2]
+        kept, pairs, [head_dx] = stash(table.slots, like), stash(table.pair_slots, pairs), stash(table.head_slots, [x])
+        outer = {name: tree for name, tree in zeros.items() if name != "blocks"}
+        losses = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
+        start = (none, x, none, kept, pairs, head_dx, (zeros["blocks"], outer), losses)
+        (*_, (blocks, outer), losses), _ = jax.lax.scan(round, start, _rows(table, stage))
+        sums = {name: blocks if name == "blocks" else outer[name] for name in zeros}
+        return losses, sums if last else _complete(model.places, sums)
+
+    return gradients
+
+
+def forward(layout: Layout, model: Model, finish: Callable, weights: Any, batch: Any, carry: Any) -> Any:
+    """Forwards alone of rows [b, T], in as many microbatches as they divide into, up to four per stage.
+
+    Args:
+      finish: `(decoder, x [b', t, D] after all blocks, rows [b', T], microbatch, carry) -> carry`, on all stages.
+    """
+    stages, rows = layout.size(AXIS), batch["tokens"].shape[0]
+    count = max(n for n in range(1, 4 * stages + 1) if rows % n == 0)
+    table, stage = forward_only(stages, count, layout.virtual_stages), index(layout, AXIS)
+    batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    decoder = model.decoder(weights)
+
+    def key(microbatch):
+        return None
+
+    def embed(microbatch):
+        return decoder.embed(batch["tokens"][microbatch], batch["positions"][microbatch])[0]
+
+    def round(carry, row):
+        arrived, embedded, result = carry
+        x = jnp.where((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
+
+        def run(_):
+            blocks, *arguments = _stage(decoder, batch, key, row.microbatch[0], row.chunk[0])
+            return stack.plain(blocks, x, *arguments)
+
+        y = _once(row.kind[0] == FORWARD, run, arrived)
+        arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, stages - 1)
+        of_head = jax.tree.map(lambda x: x[row.head], batch)
+        result = _once(row.head >= 0, lambda result: finish(decoder, final, of_head, row.head, result), result)
+        embedded = _once(row.embed >= 0, lambda _: embed(row.embed), embedded)
+        return (arrived, embedded, result), None
+
+    x = embed(0)
+    (_, _, carry), _ = jax.lax.scan(round, (jnp.zeros_like(x), x, carry), _rows(table, stage))
+    return carry
+
+
+class _Row(NamedTuple):
+    """A round of a table, of one stage: `kind` to `pair_slot` [phases], `head_slot` [2], the others scalars."""
+
+    kind: jax.Array
+    microbatch: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    pair_slot: jax.Array
+    embed: jax.Array
+    head: jax.Array
+    embed_backward: jax.Array
+    head_slot: jax.Array
+
+
+def _rows(table, stage):
+    """All rounds, for `scan`."""
+    of_stage = {name: jnp.asarray(getattr(table, name)) for name in _Row._fields}
+    return _Row(**{name: array[..., stage] if name in _Row._fields[:5] else array for name, array in of_stage.items()})
+
+
+def _once(active, function, carry):
+    """function(carry) where active, else carry: a loop of one turn or none, which works in place."""
+    return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, carry: function(carry), carry)
+
+
+def _put(all, one, slot):
+    return jax.lax.dynamic_update_index_in_dim(all, one, slot, 0)
+
+
+def _stage(decoder, batch, key, microbatch, chunk, later=None):
+    """Arguments of `stack.forward` but x, for one of this stage's virtual stages and a microbatch."""
+    blocks, stored, (numbers, windows) = decoder.layers()
+    blocks = dataclasses.replace(blocks, first=chunk * blocks.count, later=later)
+    shared = decoder.shared(batch["segment_ids"][microbatch], batch["positions"][microbatch], key(microbatch))
+    return blocks, stored, (numbers, windows, None), shared
+
+
+def _fetched(places, weights):
+    """Weights with those that a stage of ZeRO gathers once per step gathered, and which they are."""
+
+    def one(path, place, value):
+        if not place.kept:
+            return value
+        fetch = lambda value: place.fetch(Stored(value)).value  # noqa: E731
+        return jax.lax.map(fetch, value) if path[0].key == "blocks" else fetch(value)
+
+    return jax.tree_util.tree_map_with_path(one, places, weights), jax.tree.map(lambda place: place.kept, places)
+
+
+def _complete(places, sums):
+    """Sums over microbatches summed over devices."""
+
+    def one(path, place, sums):
+        if not place.matrix:
+            return sums
+        return jax.lax.map(place.complete, sums) if path[0].key == "blocks" else place.complete(sums)
+
+    return jax.tree_util.tree_map_with_path(one, places, sums)
