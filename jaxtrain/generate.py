@@ -24,7 +24,7 @@ from jaxtrain.model.decoder import empty_cache
 from jaxtrain.model.weights import Stored
 from jaxtrain.observe.progress import setup_logging
 from jaxtrain.sharding import per_device
-from jaxtrain.train.program import Program, build_program
+from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 
 
 def sample(
@@ -124,8 +124,8 @@ def load(workdir: pathlib.Path, tensor: int, step: int | None) -> tuple[Program,
     if tensor > jax.local_device_count():
         raise UserError(f"--tensor={tensor}: there are {jax.local_device_count()} devices")
     program = build_program(config, mesh.build(config, jax.local_devices()[:tensor]))
-    params, _, step = restore_params(workdir, program.abstract_state.params, step)
-    return program, params, step
+    params, facts, step = restore_params(workdir, program.abstract_state.params, step)
+    return program, program.in_own_order(params, facts.get(LAYER_ORDER)), step
 
 
 def main(arguments: Sequence[str]) -> None:

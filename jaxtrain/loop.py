@@ -29,7 +29,7 @@ from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.observe.throughput import Throughput
 from jaxtrain.optimizer import learning_rate
 from jaxtrain.plan import preflight
-from jaxtrain.train.program import Program, build_program
+from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 from jaxtrain.train.state import TrainState
 from jaxtrain.validate import AXES, require_valid
 
@@ -58,7 +58,9 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
             if config.runtime.check_memory:
                 preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
             restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
-            state, _, start = restored or (program.init(config.train.seed), None, 0)
+            state, facts, start = restored or (program.init(config.train.seed), None, 0)
+            if restored:
+                state = program.in_own_order(state, facts.get(LAYER_ORDER))
             step_compiled, compile_s = compiling.result()
         log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
         if restored:
@@ -97,7 +99,7 @@ class _Session:
         self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
         self.last_metrics: dict[str, float] = {}
         self.last_eval: dict[str, float] = {}
-        self.facts = _facts(config, corpus)
+        self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
 
     def train(self, state: TrainState) -> TrainState:
         """All steps that are left; evaluates and saves when due and at the end."""

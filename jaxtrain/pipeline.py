@@ -25,7 +25,7 @@ from jaxtrain.model import stack
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.loss import LossSums
 from jaxtrain.model.weights import Stored
-from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Table, forward_only
+from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Table, forward_only
 from jaxtrain.sharding import Layout, broadcast, index, permute
 
 AXIS = "pipeline"
@@ -125,7 +125,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
                 y, leaves = run(x, row.microbatch[0], row.chunk[0])
                 return y, [_put(all, leaf, row.slot[0]) for all, leaf in zip(carry[1], leaves, strict=True)]
 
-            y, kept = _once(row.kind[0] == FORWARD, forward, (none, kept))
+            y, kept = _once("forward", row.kind[0] == FORWARD, forward, (none, kept))
             # Its activation travels while head and backward compute.
             arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, table.stages - 1)
 
@@ -135,7 +135,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
                 return outer, jax.tree.map(jnp.add, losses, found), _put(head_dx, dx, row.head_slot[0])
 
             blocks = weights_phase(0, row, pairs, blocks)
-            outer, losses, head_dx = _once(row.head >= 0, with_head, (outer, losses, head_dx))
+            outer, losses, head_dx = _once("head", row.head >= 0, with_head, (outer, losses, head_dx))
             at_end = (stage == table.stages - 1) & (row.chunk[1] == last_chunk)
             dx = jnp.where(at_end, head_dx[row.head_slot[1]], arrived_dx)
 
@@ -144,11 +144,16 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
                 dx_in, blocks, found = pull(dx, leaves, {"blocks": carry[1]}, row.microbatch[1], row.chunk[1])
                 return dx_in, blocks, [_put(all, leaf, row.pair_slot[1]) for all, leaf in zip(carry[2], found, strict=True)]
 
-            dx, blocks, pairs = _once(row.kind[1] == BACKWARD, backward, (none, blocks, pairs))
+            dx, blocks, pairs = _once("backward", row.kind[1] == BACKWARD, backward, (none, blocks, pairs))
             for phase in range(1, row.kind.shape[0]):
                 blocks = weights_phase(phase, row, pairs, blocks)
-            outer = _once(row.embed_backward >= 0, lambda sums: embed_backward(first_dx, sums, row.embed_backward), outer)
-            embedded = _once(row.embed >= 0, lambda _: embed(row.embed), embedded)
+            outer = _once(
+                "embed_backward",
+                row.embed_backward >= 0,
+                lambda sums: embed_backward(first_dx, sums, row.embed_backward),
+                outer,
+            )
+            embedded = _once("embed", row.embed >= 0, lambda _: embed(row.embed), embedded)
             return (arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses), None
 
         def weights_phase(phase, row, pairs, blocks):
@@ -160,7 +165,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
                 leaves = [all[row.pair_slot[phase]] for all in pairs]
                 return weigh(leaves, {"blocks": blocks}, row.microbatch[phase], row.chunk[phase])
 
-            return _once(row.kind[phase] == WEIGHTS, multiply, blocks)
+            return _once(f"weights_{phase}", row.kind[phase] == WEIGHTS, multiply, blocks)
 
         def stash(count, like):
             return [jnp.zeros((count, *leaf.shape), leaf.dtype) for leaf in like]
@@ -207,11 +212,11 @@ def forward(layout: Layout, model: Model, finish: Callable, weights: Any, batch:
             blocks, *arguments = _stage(decoder, batch, key, row.microbatch[0], row.chunk[0])
             return stack.plain(blocks, x, *arguments)
 
-        y = _once(row.kind[0] == FORWARD, run, arrived)
+        y = _once("forward", row.kind[0] == FORWARD, run, arrived)
         arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, stages - 1)
         of_head = jax.tree.map(lambda x: x[row.head], batch)
-        result = _once(row.head >= 0, lambda result: finish(decoder, final, of_head, row.head, result), result)
-        embedded = _once(row.embed >= 0, lambda _: embed(row.embed), embedded)
+        result = _once("head", row.head >= 0, lambda result: finish(decoder, final, of_head, row.head, result), result)
+        embedded = _once("embed", row.embed >= 0, lambda _: embed(row.embed), embedded)
         return (arrived, embedded, result), None
 
     x = embed(0)
@@ -239,9 +244,10 @@ def _rows(table, stage):
     return _Row(**{name: array[..., stage] if name in _Row._fields[:5] else array for name, array in of_stage.items()})
 
 
-def _once(active, function, carry):
-    """function(carry) where active, else carry: a loop of one turn or none, which works in place."""
-    return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, carry: function(carry), carry)
+def _once(name, active, function, carry):
+    """function(carry) where active, else carry: a loop of one turn or none, which works in place. A plan knows it by name."""
+    with jax.named_scope(f"{SCOPE}{name}"):
+        return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, carry: function(carry), carry)
 
 
 def _put(all, one, slot):

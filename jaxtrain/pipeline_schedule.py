@@ -16,10 +16,12 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
+SCOPE = "stage_"  # in front of the name of a work, in the names that operations have in the compiled program
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
@@ -65,6 +67,27 @@ class Table:
         busy = (self.kind != IDLE).any(-1)
         return float(1.0 - np.count_nonzero(self.kind) / (np.count_nonzero(busy) * self.stages))
 
+    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
+        """By scope of work, in which share of rounds a stage does it, on average, and in which share its phase lasts as long.
+
+        The second is that of rounds in which any stage does it; of WEIGHTS, in which none has longer work in that phase.
+        """
+        rounds = len(self.kind)
+        own = {name: np.count_nonzero(column >= 0) / rounds for name, column in self._shared().items()}
+        busy = dict(own)
+        for name, kind, phase in (("forward", FORWARD, 0), ("backward", BACKWARD, 1)):
+            own[name] = np.count_nonzero(self.kind[:, phase] == kind) / rounds / self.stages
+            busy[name] = np.count_nonzero((self.kind[:, phase] == kind).any(-1)) / rounds
+        for phase in range(self.kind.shape[1]):
+            cells = self.kind[:, phase]
+            own[f"weights_{phase}"] = np.count_nonzero(cells == WEIGHTS) / rounds / self.stages
+            alone = (cells == WEIGHTS).any(-1) & ~((cells == FORWARD) | (cells == BACKWARD)).any(-1)
+            busy[f"weights_{phase}"] = np.count_nonzero(alone) / rounds
+        return tuple({f"{SCOPE}{name}": share for name, share in found.items()} for found in (own, busy))
+
+    def _shared(self):
+        return {"embed": self.embed, "head": self.head, "embed_backward": self.embed_backward}
+
     def kinds(self, phase: int) -> tuple[int, ...]:
         """Kinds of work that any stage ever does in a phase."""
         return tuple(int(k) for k in np.unique(self.kind[:, phase]) if k != IDLE)
@@ -101,6 +124,14 @@ def make(name: str, stages: int, microbatches: int, virtual: int = 1) -> Table:
     if name == "zero_bubble":
         cells |= _weights(cells, stages, microbatches)
     return _table(name, stages, virtual, microbatches, cells)
+
+
+def of(config: Any, stages: int) -> Table | None:
+    """The table of a validated config with so many stages; None without stages."""
+    settings = config.pipeline
+    if stages == 1:
+        return None
+    return make(settings.schedule, stages, config.train.accumulation_steps, settings.virtual_stages)
 
 
 def forward_only(stages: int, microbatches: int, virtual: int = 1) -> Table:

@@ -61,10 +61,96 @@ RULES = {
     ),
     "axis of 0": ({"mesh__fsdp": 0}, 1, "mesh.fsdp: must be at least 1 (or -1 for one axis), got 0", {"mesh__fsdp": 1}),
     "pipeline": (
-        {"mesh__pipeline": 2},
+        {"mesh__pipeline": 4, "train__accumulation_steps": 2},
+        4,
+        "pipeline.schedule: 2 microbatches are fewer than 4 stages, some would never work at once; at least 4 "
+        "(microbatches are train.accumulation_steps)",
+        {"train__accumulation_steps": 4},
+    ),
+    "layers over stages": (
+        {"mesh__pipeline": 4, "train__accumulation_steps": 4, "model__num_layers": 30},
+        4,
+        "model.num_layers: 30 does not divide over mesh.pipeline=4; nearest: 28 or 32",
+        {"model__num_layers": 32},
+    ),
+    "layers over virtual stages": (
+        {
+            "mesh__pipeline": 2,
+            "train__accumulation_steps": 4,
+            "pipeline__schedule": "interleaved",
+            "pipeline__virtual_stages": 2,
+            "model__num_layers": 10,
+        },
         2,
-        "mesh.pipeline: pipeline stages is not supported yet, got 2; set it to 1",
-        {"mesh__pipeline": 1, "mesh__data": 2},
+        "model.num_layers: 10 does not divide over mesh.pipeline x pipeline.virtual_stages=4; nearest: 8 or 12",
+        {"model__num_layers": 12},
+    ),
+    "interleaved, microbatches": (
+        {
+            "mesh__pipeline": 4,
+            "train__accumulation_steps": 6,
+            "data__global_batch_rows": 48,
+            "pipeline__schedule": "interleaved",
+            "pipeline__virtual_stages": 2,
+            "model__num_layers": 8,
+        },
+        4,
+        "pipeline.schedule: interleaved needs a multiple of 4 microbatches, got 6; nearest: 4 or 8 (microbatches are "
+        "train.accumulation_steps)",
+        {"train__accumulation_steps": 8},
+    ),
+    "interleaved, one virtual stage": (
+        {"mesh__pipeline": 2, "train__accumulation_steps": 2, "pipeline__schedule": "interleaved"},
+        2,
+        "pipeline.schedule: interleaved needs at least 2 virtual stages per stage, got 1; set 2, or schedule 1f1b "
+        "(microbatches are train.accumulation_steps)",
+        {"pipeline__schedule": "1f1b"},
+    ),
+    "virtual stages, another schedule": (
+        {"mesh__pipeline": 2, "train__accumulation_steps": 2, "pipeline__virtual_stages": 2},
+        2,
+        "pipeline.schedule: only interleaved has virtual stages, got 2 with 1f1b; set 1, or schedule interleaved (microbatches "
+        "are train.accumulation_steps)",
+        {"pipeline__schedule": "interleaved"},
+    ),
+    "virtual stages of one stage": (
+        {"pipeline__virtual_stages": 2},
+        1,
+        "pipeline.virtual_stages: 2 means nothing with mesh.pipeline=1; set 1",
+        {"pipeline__virtual_stages": 1},
+    ),
+    "every n-th block of a stage": (
+        {"mesh__pipeline": 2, "train__accumulation_steps": 2, "memory__remat_every_blocks": 4},
+        2,
+        "memory.remat_every_blocks: 4 does not divide the 2 layers of a stage; nearest: 1 or 2",
+        {"memory__remat_every_blocks": 2},
+    ),
+    "activations of stages on the host": (
+        {"mesh__pipeline": 2, "train__accumulation_steps": 2, "memory__offload": ("block_in",)},
+        2,
+        "memory.offload: block_in cannot be on the host with mesh.pipeline=2, activations of several microbatches wait there; "
+        "use pipeline.keep=input, or a smaller memory.remat",
+        {"memory__offload": ()},
+    ),
+    "ring steps in stages": (
+        {"mesh__pipeline": 2, "train__accumulation_steps": 2, "overlap__collective_matmul": True},
+        2,
+        "overlap.collective_matmul: its ring steps would need all stages of mesh.pipeline=2 at once, which work on different "
+        "things; set None (where it can be) or False",
+        {"overlap__collective_matmul": None},
+    ),
+    "vocabulary over stages": (
+        {
+            "mesh__pipeline": 2,
+            "mesh__tensor": 2,
+            "train__accumulation_steps": 2,
+            "model__vocab_pad_multiple": 3,
+            "model__vocab_size": 270,
+        },
+        4,
+        "model.vocab_pad_multiple: the padded vocabulary of 270 rows does not divide over mesh.pipeline x tensor=4; nearest "
+        "multiple: 12",
+        {"model__vocab_pad_multiple": 12},
     ),
     "expert": (
         {"mesh__expert": 2},
@@ -287,13 +373,13 @@ def test_all_problems_at_once():
             data__seq_len_tokens=9000,
             optimizer__warmup_steps=301,
         ),
-        8,
+        6,
     )
     assert [line.split(":")[0] for line in found] == [
-        "mesh.pipeline",
         "model.num_kv_heads",
         "model.head_dim",
         "model.embed_dim",
+        "pipeline.schedule",
         "data.global_batch_rows",
         "data.seq_len_tokens",
         "optimizer.warmup_steps",

@@ -19,8 +19,9 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import optimizer as optimizers
+from jaxtrain import pipeline_schedule
 from jaxtrain.activations import KEPT
-from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, make_layout
+from jaxtrain.sharding import TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
 from jaxtrain.validate import AXES, mesh_sizes
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
@@ -204,12 +205,12 @@ def _offloaded(config, rows, activations) -> dict[str, int]:
 
 
 def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, int]:
-    """What all blocks keep of one microbatch for the backward, by name.
+    """What all blocks keep for the backward, by name: of one microbatch, in a pipeline of as many as the schedule says.
 
     Per layer, with b rows of s positions on the device, s' between blocks (s / tensor under sequence parallelism), N, K, F
     of one device, in 16 bits: block_in and each of attention_in, block_mid, mlp_in 2bs'D; qkv 2bs(N + 2K)H; attention
     2bsNH + 4bsN; mlp_hidden 2bsF, twice if gated. A block that recomputes nothing also keeps "elementwise": norms in float32
-    and what activation functions and rotations give.
+    and what activation functions and rotations give. "pairs": what zero_bubble keeps for gradients of weights.
     """
     m, shapes, settings = config.model, _Shapes(config, layout), config.memory
     b, s, own, word = shapes.rows, shapes.length, shapes.own_length, shapes.word
@@ -229,11 +230,20 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
         + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
     }
     names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
-    recomputing = m.num_layers // settings.remat_every_blocks  # layers
-    layers = {name: m.num_layers - recomputing for name in bytes_of}
+    table = pipeline_schedule.of(config, layout.size("pipeline"))
+    times, stored = (table.slots, shapes.layers // table.virtual) if table else (1, m.num_layers)
+    if table and config.pipeline.keep == "input":
+        return {"block_in": times * residual}
+    recomputing = stored // settings.remat_every_blocks  # layers
+    layers = {name: stored - recomputing for name in bytes_of}
     for name in bytes_of if names is None else {"block_in", *(("block_mid",) if names else ()), *names}:
         layers[name] += recomputing
-    return {name: layers[name] * size for name, size in bytes_of.items() if layers[name] * size}
+    found = {name: times * layers[name] * size for name, size in bytes_of.items() if layers[name] * size}
+    if table and table.pair_slots:  # inputs and gradients of each matrix
+        count = 2 if _gated(m) else 1
+        wide = (2 * heads + 2 * kv_heads) * m.head_dim + mlp * (count + 1)
+        found["pairs"] = table.pair_slots * stored * (word * b * s * wide + (5 + count) * residual)
+    return found
 
 
 class _Shapes:
@@ -247,7 +257,8 @@ class _Shapes:
         self.rows = config.data.global_batch_rows // config.train.accumulation_steps // layout.size("data", "fsdp", "expert")
         self.length = config.data.seq_len_tokens // layout.size("sequence")
         self.own_length = self.length // tensor if layout.sequence_parallel else self.length
-        self.vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple // tensor
+        self.vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple // layout.size(*VOCAB_AXES)
+        self.layers = m.num_layers // layout.size("pipeline")
         self.kv_heads = layout.heads.compute_kv_heads // tensor
         self.heads = self.kv_heads * layout.heads.compute_group
         self.whole = dataclasses.replace(layout, zero_stage=0)
@@ -312,14 +323,18 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
     if layout.size("tensor") > 1:
         gathers, scatters = 2 + 2 + 2, 2 + 2 + full  # the recomputed forward needs no last scatter
         if layout.sequence_parallel:
-            add("tensor", "activations", residual, (gathers + scatters) * m.num_layers * count)
+            add("tensor", "activations", residual, (gathers + scatters) * shapes.layers * count)
             add("tensor", "activations at the ends", residual, 4 * count)
         else:
-            add("tensor", "activations", residual, (4 + full) * m.num_layers * count, 2)
+            add("tensor", "activations", residual, (4 + full) * shapes.layers * count, 2)
             add("tensor", "activations at the ends", residual, 2 * count, 2)
+    if table := pipeline_schedule.of(config, layout.size("pipeline")):
+        between, turns = shapes.word * b * shapes.own_length * m.embed_dim, len(table.kind)
+        found["pipeline", "activations to the next stage, cotangents back"] = 2 * turns * between
+        add("pipeline", "activations at the ends, from one stage and to one", between, 2 * turns + 2 * count, 2)
     if layout.size("sequence") > 1:
         keys = shapes.word * b * config.data.seq_len_tokens * 2 * shapes.kv_heads * m.head_dim
-        add("sequence", "keys and values", keys, (2 + full) * m.num_layers * count)
+        add("sequence", "keys and values", keys, (2 + full) * shapes.layers * count)
     return found
 
 

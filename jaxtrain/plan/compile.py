@@ -21,7 +21,7 @@ import jax
 import ml_collections
 from jax.experimental import topologies
 
-from jaxtrain import hardware, mesh, runtime
+from jaxtrain import hardware, mesh, pipeline_schedule, runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import Gpu
@@ -78,7 +78,13 @@ class Compiled:
     @functools.cached_property
     def module(self) -> hlo.Module:
         """The scheduled program."""
-        return hlo.parse(self.text)
+        return hlo.parse(self.text, self.shares[0])
+
+    @functools.cached_property
+    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Of a program with pipeline stages, as `pipeline_schedule.Table.shares`."""
+        table = pipeline_schedule.of(self.program.config, self.program.layout.size("pipeline"))
+        return table.shares() if table else ({}, {})
 
     @functools.cached_property
     def assignment(self) -> buffers.Assignment:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.sharding import is_dims
+from jaxtrain.sharding import VOCAB_AXES, is_dims
 from jaxtrain.train.program import Program
 
 Key = tuple[int, ...]  # dimensions in ascending order, ones left out
@@ -29,7 +29,7 @@ class Leaf:
     """
 
     name: str
-    layers: int  # stacked in front; 1 if it is not a block's
+    layers: int  # stacked in front on one device; 1 if it is not a block's
     shape: tuple[int, ...]  # of all devices, with the layers
     shapes: dict[str, tuple[int, ...]]  # placement or "whole" -> one device's, without the layers
     merged: dict[str, tuple[int, ...]]  # the same with heads and head_dim as one
@@ -120,7 +120,7 @@ def of(program: Program) -> Facts:
     unsharded = dataclasses.replace(layout, zero_stage=0)
     names = jax.tree.leaves(program.dims, is_leaf=is_dims)
     weights = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
-    leaves = []
+    leaves, stages = [], layout.size("pipeline")
     for (path, weight), dims in zip(weights, names, strict=True):
         stacked = dims[0] == "layers"
         shapes = {
@@ -128,7 +128,7 @@ def of(program: Program) -> Facts:
         }
         shapes["whole"] = unsharded.local_shape(dims, "working", weight.shape)[stacked:]
         merged = {placement: _merge_heads(shape, dims[stacked:]) for placement, shape in shapes.items()}
-        leaves.append(Leaf(_dotted(path), weight.shape[0] if stacked else 1, weight.shape, shapes, merged))
+        leaves.append(Leaf(_dotted(path), weight.shape[0] // stages if stacked else 1, weight.shape, shapes, merged))
     by_key: dict[Key, list] = collections.defaultdict(list)
     for leaf in leaves:
         for placement in ("whole", "working", "gradient", "optimizer", "storage"):
@@ -139,12 +139,12 @@ def of(program: Program) -> Facts:
     vocab = math.ceil(config.model.vocab_size / config.model.vocab_pad_multiple) * config.model.vocab_pad_multiple
     return Facts(
         leaves=tuple(leaves),
-        layers=config.model.num_layers,
+        layers=config.model.num_layers // stages,
         rows=rows,
         length=length,
         own_length=own,
         chunk=min(config.memory.loss_chunk_tokens, rows * length),
-        vocab=vocab // layout.size("tensor"),
+        vocab=vocab // layout.size(*VOCAB_AXES),
         by_key=dict(by_key),
     )
 

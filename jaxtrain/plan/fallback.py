@@ -51,7 +51,7 @@ def _traffic(config, topology, closed) -> communication.Communication:
     text = program.train_step.lower(*program.abstract_step_arguments()).as_text(dialect="hlo")
     module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
     found = hlo.collectives(module, shape)
-    nothing = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, 0)
+    nothing = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, 0)
     links = roofline.Links(topology.gpu, topology.per_node, shape)
     result = communication.communication(
         module, found, nothing, links, facts.of(program), closed.axis_bytes(), config.precision.compute_dtype

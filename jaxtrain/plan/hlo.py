@@ -93,6 +93,7 @@ class Module:
     entry: str
     computations: Mapping[str, Computation]
     scheduled: bool
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)  # see `parse`
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
         """All instructions with the computation that holds them."""
@@ -103,10 +104,13 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A while loop on the way to a computation. `trips` is None when XLA does not know them: then they count as one."""
+    """A while loop on the way to a computation. `trips` is None when XLA does not know them: then they count as one.
+
+    A loop that stands for a condition has the share of the times that it runs.
+    """
 
     body: str
-    trips: int | None
+    trips: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +158,12 @@ def exposed_bytes(collectives: Iterable[Collective]) -> int:
     return sum(c.step_wire_bytes for c in collectives if c.exposed)
 
 
-def parse(text: str) -> Module:
-    """The text of `compiled.as_text()`. Raises ValueError when it has no entry computation."""
+def parse(text: str, shares: Mapping[str, float] | None = None) -> Module:
+    """The text of `compiled.as_text()`. Raises ValueError when it has no entry computation.
+
+    Args:
+      shares: innermost scope of a loop that runs once or not at all -> in which share of cases it does (`pipeline._once`).
+    """
     computations, entry, name, lines = {}, "", "", []
     for line in text.splitlines():
         if not line.startswith((" ", "}", "HloModule ")) and line.rstrip().endswith("{"):
@@ -167,7 +175,7 @@ def parse(text: str) -> Module:
             lines.append(instruction)
     if not entry:
         raise ValueError("this text has no ENTRY computation: it is not the HLO text of a module")
-    return Module(entry, computations, "is_scheduled=true" in text.partition("\n")[0])
+    return Module(entry, computations, "is_scheduled=true" in text.partition("\n")[0], shares or {})
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
@@ -203,8 +211,15 @@ def paths(module: Module) -> dict[str, list[tuple[Loop, ...]]]:
     return dict(found)
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+def scope(loop: Instruction) -> str:
+    """The innermost name of the place in the program that a loop is from."""
+    return loop.op_name.removesuffix("/while").rpartition("/")[2]
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> float | None:
     """How often a while loop runs: as XLA notes it, else by counting with its counter. None if that cannot be told."""
+    if (share := module.shares.get(scope(loop))) is not None:
+        return share
     if count := loop.backend_config.get("known_trip_count", {}).get("n"):
         return int(count)
     index = loop.backend_config.get("known_induction_variable", {}).get("tuple_index")
@@ -316,7 +331,7 @@ def _record(computation, position, inner, loops, mesh_shape, products) -> Collec
         axes=groups.group_axes(joined, mesh_shape),
         group_size=members,
         loops=loops,
-        executions=math.prod(loop.trips or 1 for loop in loops),
+        executions=round(math.prod(1 if loop.trips is None else loop.trips for loop in loops)),
         asynchronous=asynchronous,
         hidden_by=tuple(hidden_by),
         fusions=len(kernels) - len(hidden_by),

@@ -197,6 +197,7 @@ def _time(plan: Plan, console: Console) -> None:
         f"{100 * plan.recomputed_flops:.0f}% more FLOPs than the model's\n"
         f"  products {1e3 * t.product_s:.0f} ms · attention {1e3 * t.attention_s:.0f} ms · memory-bound "
         f"{1e3 * t.memory_s:.0f} ms · exposed communication {1e3 * t.exposed_s:.1f} ms of {1e3 * t.communication_s:.0f} ms"
+        + (f" · waiting for other stages {1e3 * t.bubble_s:.0f} ms" if t.bubble_s else "")
         + (f" · waiting for the host {1e3 * t.host_s:.0f} ms" if t.host_s else "")
     )
 
@@ -257,4 +258,4 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
     }
 
 
-_TIMES = ("step_s", "product_s", "attention_s", "memory_s", "exposed_s", "host_s", "communication_s", "flops")
+_TIMES = ("step_s", "product_s", "attention_s", "memory_s", "exposed_s", "bubble_s", "host_s", "communication_s", "flops")

@@ -110,7 +110,7 @@ def study(
     ledger = memory.ledger(compiled.assignment, compiled.module, shapes, compiled.mesh_shape)
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
     found = compiled.collectives()
-    walked = timeline.walk(compiled.module, found, links)
+    walked = timeline.walk(compiled.module, found, links, busy=compiled.shares[1])
     spoken = communication.communication(
         compiled.module, found, walked, links, shapes, closed.axis_bytes(), config.precision.compute_dtype
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+from collections.abc import Mapping
 
 from jaxtrain.plan import hlo, roofline
 from jaxtrain.plan.roofline import RATES, Links, Rates
@@ -35,7 +36,8 @@ class Timeline:
 
     Attributes:
       step_s: all of it; product_s, attention_s, memory_s: computing by what bounds it; exposed_s: waiting for collectives;
-        the four add up to it, but for copies from the host that are waited for (host_s).
+        bubble_s: waiting for other pipeline stages; the five add up to it, but for copies from the host that are waited for
+        (host_s).
       communication_s: what all collectives take, hidden or not.
       waits: collective -> seconds waited for it per step; times: collective -> seconds of one execution alone.
       strips: name -> spans of one iteration of a loop over layers ("forward", "backward").
@@ -48,6 +50,7 @@ class Timeline:
     attention_s: float
     memory_s: float
     exposed_s: float
+    bubble_s: float
     host_s: float
     communication_s: float
     flops: float
@@ -58,13 +61,20 @@ class Timeline:
     uncounted: int  # loops whose number of turns is not known before they run: they count once
 
 
-def walk(module: hlo.Module, collectives: list[hlo.Collective], links: Links, rates: Rates = RATES) -> Timeline:
+def walk(
+    module: hlo.Module,
+    collectives: list[hlo.Collective],
+    links: Links,
+    rates: Rates = RATES,
+    busy: Mapping[str, float] | None = None,
+) -> Timeline:
     """The timeline of a scheduled program.
 
     Args:
       collectives: those of the program, as `hlo.collectives` gives them.
+      busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    walker = _Walker(module, {(c.computation, c.name): c for c in collectives}, links, rates)
+    walker = _Walker(module, {(c.computation, c.name): c for c in collectives}, links, rates, busy or {})
     walker.run(module.computations[module.entry])
     total = walker.total
     runs = {(c.computation, c.name): c.executions for c in reversed(collectives)}
@@ -76,6 +86,7 @@ def walk(module: hlo.Module, collectives: list[hlo.Collective], links: Links, ra
         attention_s=total["attention"],
         memory_s=total["memory"],
         exposed_s=sum(walker.waits.values()),
+        bubble_s=total["bubble"],
         host_s=total["host"],
         communication_s=sum(times[key] * runs[key] for key in times),
         flops=total["flops"],
@@ -95,8 +106,8 @@ class _Loop:
 
 
 class _Walker:
-    def __init__(self, module, collectives, links, rates):
-        self.module, self.collectives, self.links, self.rates = module, collectives, links, rates
+    def __init__(self, module, collectives, links, rates, busy):
+        self.module, self.collectives, self.links, self.rates, self.busy = module, collectives, links, rates, busy
         self.now = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
         self.pending: dict[str, tuple[float, Key | None]] = {}  # start -> when it ends, which collective
@@ -133,21 +144,25 @@ class _Walker:
             self.uncounted.add((around.name, instruction.name))
             trips = 1
         computation = self.module.computations[body[1]]
-        self.run(computation)
-        if trips < 2:
-            return
+        if trips >= 2:
+            self.run(computation)
         start, before, waited, spans = self.now, self.total.copy(), self.waits.copy(), len(self.spans)
         self.run(computation)
-        passed, rest = self.now - start, trips - 2
+        if trips == 1:
+            return
+        passed, rest = self.now - start, trips - (2 if trips >= 2 else 1)
         if not any(inner.opcode == "while" for inner in computation.instructions):
             self.loops.append(_Loop([_moved(span, start) for span in self.spans[spans:]], passed, trips))
         for sums, old in ((self.total, before), (self.waits, waited)):
             for key in list(sums):
                 sums[key] += (sums[key] - old[key]) * rest
-        self.now += passed * rest
+        others = (self.busy.get(hlo.scope(instruction), trips) - trips) * passed
+        self.total["bubble"] += others
+        later = passed * rest + others
+        self.now += later
         for link in self.free:
-            self.free[link] += passed * rest
-        self.pending = {name: (end + passed * rest, key) for name, (end, key) in self.pending.items()}
+            self.free[link] += later
+        self.pending = {name: (end + later, key) for name, (end, key) in self.pending.items()}
 
     def _start(self, computation, instruction) -> None:
         key = computation.name, instruction.name

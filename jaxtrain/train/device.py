@@ -81,7 +81,7 @@ def device_functions(
         shapes = jax.tree.map(lambda a, names: layout.local_shape(names, placement, a.shape), abstract_params, dims)
         return jax.tree.map(lambda _, shape: jnp.zeros(shape, jnp.float32), abstract_params, shapes)
 
-    staged = layout.size("pipeline") > 1
+    table = pipeline_schedule.of(config, layout.size("pipeline"))
     stages = pipeline.Model(
         lambda *args: merge(leaves(*args)),
         functools.partial(end, settings=trained),
@@ -90,10 +90,7 @@ def device_functions(
         places,
         slots,
     )
-    if staged:
-        table = pipeline_schedule.make(
-            config.pipeline.schedule, layout.size("pipeline"), config.train.accumulation_steps, layout.virtual_stages
-        )
+    if table:
         accumulate = pipeline.make_gradients(table, layout, stages, config.pipeline.keep)
     else:
         keeps = any(p.kept for p in jax.tree.leaves(places["blocks"]))
@@ -112,7 +109,7 @@ def device_functions(
         def add(decoder, x, rows, number, sums):
             return jax.tree.map(jnp.add, sums, end(decoder, x, rows["targets"], plain))
 
-        if staged:
+        if table:
             sums = pipeline.forward(layout, stages, add, weights, batch, LossSums(*[jnp.zeros((), jnp.float32)] * 3))
         else:
             final = hidden(merge(leaves(weights)), batch)
@@ -121,7 +118,7 @@ def device_functions(
 
     def logits(weights, batch):
         decoder = merge(leaves(weights))
-        if not staged:
+        if not table:
             final = hidden(decoder, batch)
             return (decoder.logits(final.x, final.head),)
 

@@ -27,6 +27,7 @@ from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import Batch, make_train_step, mean, mean_losses
 from jaxtrain.validate import require_valid
 
+LAYER_ORDER = "layer_order"  # name of `Program.layer_order` among the facts that are saved with a state
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
 
 
@@ -77,6 +78,28 @@ class Program:
     def eval_rows(self) -> np.ndarray:
         """[b] rows of an evaluation batch that this process must read."""
         return _local_rows(self.eval_batch_sharding, self.batch_shape[1:])
+
+    @property
+    def layer_order(self) -> list[int]:
+        """Which layer lies where in the blocks' arrays: see `Layout.layer_order`."""
+        return self.layout.layer_order(self.model.num_layers).ravel().tolist()
+
+    def in_own_order(self, state: Any, order: Sequence[int] | None) -> Any:
+        """A state (or its weights) whose layers lie in `order` (None: as they follow each other), in this program's.
+
+        Array by array, so that no second state exists.
+        """
+        count = self.model.num_layers
+        index = np.argsort(order or range(count))[self.layer_order]
+
+        def moved(path, leaf):
+            is_of_layers = "blocks" in (getattr(key, "key", None) for key in path) and leaf.shape[:1] == (count,)
+            if not is_of_layers or (index == np.arange(count)).all():
+                return leaf
+            take = jax.jit(lambda array: array[index], out_shardings=leaf.sharding, donate_argnums=0)
+            return take(leaf)
+
+        return jax.tree_util.tree_map_with_path(moved, state)
 
     def abstract_step_arguments(self) -> tuple[TrainState, Batch, jax.ShapeDtypeStruct]:
         """Shapes and shardings of `train_step`'s arguments: to compile it without data."""
