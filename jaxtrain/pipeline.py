@@ -134,7 +134,8 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
                 found, dx, outer = head(final, outer, row.head)
                 return outer, jax.tree.map(jnp.add, losses, found), _put(head_dx, dx, row.head_slot[0])
 
-            blocks = weights_phase(0, row, pairs, blocks)
+            # What it reads of the pairs is read before the backward writes into them, or all would be copied.
+            blocks, pairs = jax.lax.optimization_barrier((weights_phase(0, row, pairs, blocks), pairs))
             outer, losses, head_dx = _once("head", row.head >= 0, with_head, (outer, losses, head_dx))
             at_end = (stage == table.stages - 1) & (row.chunk[1] == last_chunk)
             dx = jnp.where(at_end, head_dx[row.head_slot[1]], arrived_dx)

@@ -321,6 +321,25 @@ def test_continued_on_another_mesh(place, straight, stopped):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), run.state.params, straight.state.params)
 
 
+def test_continued_with_other_stages(place):
+    """From virtual pipeline stages, which hold layers in an order of their own, to none: weights, moments, losses."""
+    common = "model.num_layers=4", "train.num_steps=3", "checkpoint.save_every_steps=2"
+    virtual = "mesh.data=1", "mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"
+    staged = train(place, place / "staged", *common, *virtual)
+    assert staged.code == 0, staged.log
+    shutil.copytree(staged.workdir, place / "unstaged")
+    shutil.rmtree(place / "unstaged" / "checkpoints" / "3")
+    run = train(place, place / "unstaged", *common)
+    assert run.code == 0, run.log
+    assert run.summary["started_from_step"] == 2
+    np.testing.assert_allclose(
+        [x[1:] for x in run.steps("loss", "grad_norm")], [x[1:] for x in staged.steps("loss", "grad_norm")], 1e-5
+    )
+    order = [0, 2, 1, 3]
+    for leaf, other in zip(*(jax.tree.leaves(r.state.params["blocks"]) for r in (run, staged)), strict=True):
+        np.testing.assert_allclose(leaf, other[order], rtol=0, atol=1e-5)
+
+
 def test_finished_run_given_again_loses_nothing(place, straight):
     shutil.copytree(straight.workdir, place / "again")
     run = train(place, place / "again")

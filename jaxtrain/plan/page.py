@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
-from jaxtrain.plan import memory
+from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Table
+from jaxtrain.plan import memory, stages
 from jaxtrain.plan.advice import Alternative
 from jaxtrain.plan.communication import product_name
 from jaxtrain.plan.report import GIB, LINE_NUMBERS, LINE_TITLES, SHOWN_BUFFERS, differences, gib, heading, line_cells
@@ -36,6 +37,7 @@ COLORS = {
     "other": "#bfbfbf",
     "fragmentation": "#595959",
 }
+STAGES = {stages.NAMES[FORWARD]: "#2f75b5", stages.NAMES[BACKWARD]: "#4b8b3b", stages.NAMES[WEIGHTS]: "#8a5fb0"}
 KINDS = {
     "product": "#2f75b5",
     "attention": "#4b8b3b",
@@ -87,6 +89,13 @@ def render(plan: Plan, found: Sequence[Alternative]) -> str:
             _curve(plan),
         ]
     parts += ["<h2>Communication</h2>", _axes(plan), _collectives(plan)]
+    if plan.schedule:
+        parts += [
+            "<h2>Pipeline stages</h2>",
+            f"<p>{_text(stages.heading(plan.schedule))}. A column is a phase in which any stage works.</p>",
+            _legend(STAGES),
+            _schedule(plan.schedule),
+        ]
     if plan.timeline and plan.timeline.strips:
         parts += [
             "<h2>One turn of the layer loops</h2>",
@@ -122,6 +131,7 @@ def _cards(plan: Plan) -> str:
             ("", quantity(plan.tokens_per_s), "tokens/s"),
             ("", percent(plan.mfu), "MFU, causal half counted"),
             ("", f"{1e3 * t.exposed_s:,.1f} ms", f"exposed of {1e3 * t.communication_s:,.0f} ms communication"),
+            *([("", f"{1e3 * t.bubble_s:,.0f} ms", "waiting for other stages")] if plan.schedule else []),
             ("", percent(plan.recomputed_flops), "FLOPs beyond the model's"),
         ]
     return (
@@ -322,6 +332,29 @@ def _strip(name: str, spans: Sequence[Span], seconds: float) -> str:
         drawn.append(f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle">{tick:g}</text>')
     drawn.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">ms</text>')
     return f"<h3>{name.capitalize()}: {1e3 * seconds:.2f} ms</h3>" + _svg(drawn, y + 18)
+
+
+def _schedule(table: Table) -> str:
+    """Stages below each other, ticks beside each other."""
+    rows = stages.cells(table)
+    left, height = 70, 24
+    width = (WIDTH - left) / len(rows[0])
+    drawn = []
+    for number, row in enumerate(rows):
+        y = number * (height + 3) + 2
+        drawn.append(f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">stage {number}</text>')
+        drawn.append(f'<rect x="{left}" y="{y}" width="{WIDTH - left}" height="{height}" fill="#f3f3f3"/>')
+        for tick, cell in enumerate(row):
+            if not (name := stages.NAMES.get(cell.kind)):
+                continue
+            x, label = left + tick * width, cell.label[1:]
+            drawn.append(_rect(x, y, width - min(1.0, width / 8), height, STAGES[name], f"{name} of microbatch {label}"))
+            if width > 7 * len(label) + 2:
+                drawn.append(
+                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle" '
+                    f'style="fill:#fff;font-size:11px;pointer-events:none">{label}</text>'
+                )
+    return _svg(drawn, len(rows) * (height + 3) + 4)
 
 
 def _label(span: Span) -> str:

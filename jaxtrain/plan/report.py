@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.observe.progress import percent, quantity
-from jaxtrain.plan import memory
+from jaxtrain.plan import memory, stages
 from jaxtrain.plan.advice import Alternative
 from jaxtrain.plan.communication import Line
 from jaxtrain.plan.roofline import ERROR_BAND, RATES
@@ -35,6 +35,10 @@ def show(plan: Plan, found: Sequence[Alternative], console: Console) -> None:
     _verdict(plan, found, console)
     _memory(plan, console)
     _traffic(plan, console)
+    if plan.schedule:
+        console.print(f"\n{stages.heading(plan.schedule)}", style="bold", soft_wrap=True)
+        for line in stages.lines(plan.schedule, console.width):
+            console.print(line, soft_wrap=True)
     if plan.timeline:
         _time(plan, console)
     if plan.communication and plan.communication.flags:
@@ -245,6 +249,7 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
             "lines": [dataclasses.asdict(line) for line in spoken.lines] if spoken else [],
             "flags": [dataclasses.asdict(flag) for flag in spoken.flags] if spoken else [],
         },
+        "schedule": stages.as_json(plan.schedule) if plan.schedule else None,
         "time": {
             "error_band": ERROR_BAND,
             "rates": dataclasses.asdict(RATES),

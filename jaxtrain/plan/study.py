@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxtrain import flops
+from jaxtrain import flops, pipeline_schedule
 from jaxtrain.hardware import Gpu
+from jaxtrain.pipeline_schedule import Table
 from jaxtrain.plan import closed_form, communication, compile, facts, memory, roofline, timeline
 from jaxtrain.plan.closed_form import ClosedForm
 from jaxtrain.plan.communication import Communication
@@ -47,6 +48,7 @@ class Plan:
     timeline: Timeline | None
     versions: dict[str, str]
     seconds: dict[str, float]  # what the plan took
+    schedule: Table | None = None  # of pipeline stages
     fallback: str = ""
     notes: tuple[str, ...] = ()  # what this plan cannot show
 
@@ -160,6 +162,7 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
             "precision.compute_dtype": config.precision.compute_dtype,
             "precision.reduce_dtype": config.precision.reduce_dtype,
         },
+        "schedule": pipeline_schedule.of(config, layout.size("pipeline")),
         "parameters": sum(math.prod(shape) for _, shape, _ in closed_form.leaves(config.model)),
         "tokens": tokens,
         "model_flops": flops.step_flops(config.model, tokens, config.data.seq_len_tokens),
