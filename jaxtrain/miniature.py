@@ -32,9 +32,14 @@ def shrink(config: ml_collections.ConfigDict, max_devices: int = 8) -> ml_collec
     )
     if config.runtime.attention == "cudnn":
         small.runtime.attention = "auto"
-    _shrink_model(config.model, small.model, max(config.mesh.tensor, 0) or sizes["tensor"], sizes)
+    if sizes["pipeline"] == 1:
+        small.pipeline.update(schedule="1f1b", virtual_stages=1)
+    small.pipeline.virtual_stages = min(small.pipeline.virtual_stages, 2)
+    parts = sizes["pipeline"] * small.pipeline.virtual_stages
+    mesh = {axis: max(config.mesh[axis], 0) or sizes[axis] for axis in AXES}
+    _shrink_model(config.model, small.model, mesh, sizes, parts)
     if config.memory.remat_every_blocks > 1:
-        small.memory.remat_every_blocks = small.model.num_layers
+        small.memory.remat_every_blocks = small.model.num_layers // parts
     _shrink_rows(config, small, sizes)
     # As large a share of a weight as in the model itself: initial weights are larger here.
     small.optimizer.learning_rate *= small.model.init_stddev / config.model.init_stddev
@@ -76,8 +81,9 @@ def _shown(value) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _shrink_model(model, small, tensor: int, sizes: dict[str, int]) -> None:
-    """`tensor`: the size of that axis in the user's mesh."""
+def _shrink_model(model, small, mesh: dict[str, int], sizes: dict[str, int], parts: int) -> None:
+    """`mesh`: the user's; parts: pipeline stages, virtual ones."""
+    tensor = mesh["tensor"]
     small.embed_dim = max(16, 8 * sizes["fsdp"])
     small.mlp_dim = 12 * sizes["tensor"]
     small.head_dim = min(model.head_dim, 8 - model.head_dim % 2)
@@ -86,8 +92,10 @@ def _shrink_model(model, small, tensor: int, sizes: dict[str, int]) -> None:
     kv_heads, group = _shrink_heads(model.num_heads // model.num_kv_heads, model.num_kv_heads, tensor, sizes["tensor"])
     small.update(num_kv_heads=kv_heads, num_heads=kv_heads * group)
     small.global_attention_every = min(model.global_attention_every, 3)
-    small.num_layers = min(model.num_layers, max(2, small.global_attention_every))
-    small.vocab_size, small.vocab_pad_multiple = _shrink_vocabulary(model, tensor, sizes["tensor"])
+    small.num_layers = min(model.num_layers, -(-max(2, small.global_attention_every) // parts) * parts)
+    small.vocab_size, small.vocab_pad_multiple = _shrink_vocabulary(
+        model, mesh["pipeline"] * tensor, sizes["pipeline"] * sizes["tensor"]
+    )
     # Activations as large as in the model itself; tiny ones would hide soft caps and attention.
     widening = math.sqrt(model.embed_dim / small.embed_dim)
     small.init_stddev = max(model.init_stddev, min(MAX_STDDEV, model.init_stddev * max(1.0, widening)))
@@ -111,16 +119,16 @@ def _shrink_heads(group: int, kv_heads: int, tensor: int, small_tensor: int) -> 
     return small_tensor // small_repeat, small_group
 
 
-def _shrink_vocabulary(model, tensor: int, small_tensor: int) -> tuple[int, int]:
+def _shrink_vocabulary(model, ways: int, small_ways: int) -> tuple[int, int]:
     """(vocab_size, vocab_pad_multiple): padded or not as before; a device of nothing but padding stays one."""
     padding = -model.vocab_size % model.vocab_pad_multiple
-    multiple = max(16, small_tensor)
+    multiple = max(16, small_ways)
     even = -(-BYTE_VOCAB // multiple) * multiple
     if not padding:
         return even, multiple
     uneven = BYTE_VOCAB + 3
-    if padding >= (model.vocab_size + padding) // tensor and small_tensor > 1:
-        return uneven, -(-uneven // (small_tensor - 1)) * small_tensor
+    if padding >= (model.vocab_size + padding) // ways and small_ways > 1:
+        return uneven, -(-uneven // (small_ways - 1)) * small_ways
     return uneven, multiple
 
 
@@ -132,7 +140,7 @@ def _shrink_rows(config, small, sizes: dict[str, int]) -> None:
     small.model.max_len_tokens = length + (8 if model.max_len_tokens > data.seq_len_tokens else 0)
     if model.sliding_window_tokens:
         small.model.sliding_window_tokens = length // 3 if model.sliding_window_tokens < data.seq_len_tokens else length
-    count = small.train.accumulation_steps = min(config.train.accumulation_steps, 2)
+    count = small.train.accumulation_steps = max(min(config.train.accumulation_steps, 2), sizes["pipeline"])
     small.data.global_batch_rows = 2 * count * sizes["data"] * sizes["fsdp"] * sizes["expert"]
     small.memory.loss_chunk_tokens = 2 * length // sizes["sequence"] * 2 // 3  # two chunks, the second not full
     steps = small.train.num_steps = min(config.train.num_steps, 5)

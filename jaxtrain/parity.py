@@ -77,14 +77,14 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     """
     program = _build(config)
     state = program.init(config.train.seed)
-    initial = flat(jax.device_get(state.params))
+    initial = _taken(program, state.params)
     start = moved(initial) if start is None else start
     params = _put(program, start)
     batches = [program.put_batch(random_batch(config, seed)) for seed in range(config.train.num_steps)]
     abstract, tokens, rate = program.abstract_step_arguments()
     run = _compile(program.loss_and_grads, abstract.params, tokens, jax.ShapeDtypeStruct((), jnp.int32))
     metrics, gradients = run(params, batches[0], np.int32(0))
-    loss, gradients = float(metrics["objective"]), flat(jax.device_get(gradients))
+    loss, gradients = float(metrics["objective"]), _taken(program, gradients)
     if not with_steps:
         return Measured(initial, start, loss, gradients, {}, (), ())
     sgd = _build(_with_sgd(config))
@@ -92,7 +92,7 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     # Plain SGD has no state: the tree of its abstract state has no leaves.
     begin = dataclasses.replace(state, params=_put(program, start), opt_state=sgd.abstract_state.opt_state)
     begin = dataclasses.replace(begin, **{key: jnp.copy(getattr(state, key)) for key in ("step", "skipped", "skipped_in_row")})
-    updated = flat(jax.device_get(step(begin, batches[0], SGD_RATE)[0].params))
+    updated = _taken(program, step(begin, batches[0], SGD_RATE)[0].params)
     step = _compile(program.train_step, abstract, tokens, rate)
     state, losses, norms = dataclasses.replace(state, params=params), [], []
     for number, batch in enumerate(batches):
@@ -108,6 +108,7 @@ def plain(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     one.unlock()
     one.mesh.update(dict.fromkeys(AXES, 1))
     one.train.accumulation_steps = 1
+    one.pipeline.update(schedule="1f1b", virtual_stages=1)
     one.sharding.update(zero_stage=0, sequence_parallel=False)
     one.memory.update(remat="none", keep=(), remat_every_blocks=1, offload=())
     one.memory.update(loss_chunk_tokens=config.data.global_batch_rows * config.data.seq_len_tokens)
@@ -214,9 +215,18 @@ def _compile(function, *arguments):
 
 def _put(program: Program, weights: dict[str, np.ndarray]) -> Any:
     """Weights by name -> the program's tree of arrays."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, a: jax.device_put(weights[".".join(key.key for key in path)], a.sharding), program.abstract_state.params
-    )
+
+    def one(path, abstract):
+        weight = weights[".".join(key.key for key in path)]
+        return jax.device_put(weight[program.layer_order] if path[0].key == "blocks" else weight, abstract.sharding)
+
+    return jax.tree_util.tree_map_with_path(one, program.abstract_state.params)
+
+
+def _taken(program: Program, tree: Any) -> dict[str, np.ndarray]:
+    """The opposite of `_put`, of weights or gradients: layers as they follow each other."""
+    order = np.argsort(program.layer_order)
+    return {name: x[order] if name.startswith("blocks.") else x for name, x in flat(jax.device_get(tree)).items()}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -50,6 +50,7 @@ def test_axes_in_use_stay_in_use():
 def traits(c):
     """What must survive: how heads, vocabulary and rows meet the mesh, and what is on and off."""
     m, tensor = c.model, c.mesh.tensor
+    ways = tensor * c.mesh.pipeline
     heads = head_layout(m.num_heads, m.num_kv_heads, tensor)
     padding = -m.vocab_size % m.vocab_pad_multiple
     return dict(
@@ -58,7 +59,7 @@ def traits(c):
         repeated=heads.repeat > 1,
         grouped=m.num_heads > m.num_kv_heads,
         vocabulary=padding > 0,
-        padding_alone=padding >= (m.vocab_size + padding) // tensor,
+        padding_alone=padding >= (m.vocab_size + padding) // ways,
         layers=min(m.num_layers, 2),
         windowed=bool(m.sliding_window_tokens) and m.sliding_window_tokens < c.data.seq_len_tokens,
         alternating=bool(m.global_attention_every) and m.global_attention_every <= m.num_layers,
@@ -85,11 +86,14 @@ def test_any_valid_config_becomes_a_small_valid_one_of_the_same_traits():
             mesh__fsdp=pick.choice([1, 2, 6]),
             mesh__tensor=pick.choice([2, 4, 6, 8, 16]),
             mesh__sequence=pick.choice([1, 1, 4]),
+            mesh__pipeline=(stages := pick.choice([1, 1, 2, 4])),
+            pipeline__schedule="interleaved" if (virtual := pick.choice([1, 3]) if stages > 1 else 1) > 1 else "1f1b",
+            pipeline__virtual_stages=virtual,
             model__num_kv_heads=(kv := pick.choice([1, 2, 4, 5, 8, 12])),
             model__num_heads=kv * pick.choice([1, 2, 3, 4, 5, 8]),
             model__embed_dim=pick.choice([768, 5 * 768]),
             model__mlp_dim=48 * pick.choice([7, 100]),
-            model__num_layers=pick.choice([1, 2, 30]),
+            model__num_layers=pick.choice([1, 2, 24]),
             model__vocab_size=pick.choice([258, 50_257, 98_304]),
             model__vocab_pad_multiple=pick.choice([1, 128, 384, 768]),
             model__max_len_tokens=pick.choice([768, 8192]),
@@ -111,6 +115,7 @@ def test_any_valid_config_becomes_a_small_valid_one_of_the_same_traits():
         limit = pick.choice([8, 16])
         small = miniature.shrink(c, limit)
         assert configs.check(small) == problems(small) == [], c
+        assert small.mesh.pipeline > 1 or (small.pipeline.schedule, small.pipeline.virtual_stages) == ("1f1b", 1)
         assert max(small.model.num_heads, small.model.embed_dim, small.data.seq_len_tokens) <= 80
         before, after = traits(c), traits(small)
         assert {k: (before[k], after[k]) for k in before if before[k] != after[k]} == {}, c
