@@ -110,7 +110,7 @@ def step(model, microbatches, stages=1, **changes):
 @pytest.mark.parametrize("schedule, stages, microbatches, model, others", CASES)
 def test_equal_to_one_stage(schedule, stages, microbatches, model, others):
     """C32: loss, norm, and all that one clipped step of SGD changes, so every gradient; uneven targets, padding."""
-    one = step(model, microbatches)
+    one = step(model, 1)
     virtual = 2 if schedule == "interleaved" else 1
     many = step(model, microbatches, stages=stages, pipeline__schedule=schedule, pipeline__virtual_stages=virtual, **others)
     for name in ("loss", "objective", "grad_norm", "targets"):

@@ -55,6 +55,13 @@ def test_config_is_short_and_valid(name):
     assert validate.problems(config, devices) == []
 
 
+def test_a_variant_is_valid_and_an_unknown_one_is_refused():
+    config = config_module.load(str(FOLDER / "llama3_70b.py:pipeline"))
+    assert config.mesh.pipeline == 8 and validate.problems(config, 64) == []
+    with pytest.raises(config_module.ConfigError, match="unknown variant 'pipelines'; known: pipeline"):
+        config_module.load(str(FOLDER / "llama3_70b.py:pipelines"))
+
+
 @pytest.mark.parametrize("name", BIG)
 def test_size_is_the_published_one(name):
     model, size = load(name).model, PRESETS[name][0]
