@@ -39,6 +39,7 @@ EVERYTHING = TIED | dict(
 )
 MODELS = {"untied": UNTIED, "tied": TIED, "everything": EVERYTHING}
 FSDP, TENSOR, SEQUENCE, DATA = (dict([(f"mesh__{axis}", 2)]) for axis in ("fsdp", "tensor", "sequence", "data"))
+EVERY = dict(memory__remat="full", memory__remat_every_blocks=2)
 INPUT = dict(pipeline__keep="input")
 REMAT = {policy: dict(memory__remat=policy) for policy in ("none", "full", "attention")}
 
@@ -49,7 +50,7 @@ def stage(number):
 
 # Schedule, stages, microbatches, model, and what else is set: each of them with every schedule at least once.
 CASES = [
-    ("gpipe", 2, 2, "untied", FSDP),
+    ("gpipe", 2, 2, "untied", FSDP | EVERY),
     ("gpipe", 2, 4, "tied", TENSOR | REMAT["full"]),
     ("gpipe", 2, 8, "everything", DATA | INPUT),
     ("gpipe", 4, 4, "tied", FSDP | stage(1)),
@@ -62,12 +63,12 @@ CASES = [
     ("interleaved", 2, 2, "tied", SEQUENCE),
     ("interleaved", 2, 4, "everything", FSDP | stage(1)),
     ("interleaved", 2, 8, "untied", TENSOR | DATA | INPUT),
-    ("interleaved", 4, 4, "untied", FSDP),
+    ("interleaved", 4, 4, "untied", FSDP | dict(overlap__prefetch="off")),
     ("interleaved", 4, 8, "tied", TENSOR | REMAT["full"]),
     ("zero_bubble", 2, 2, "untied", TENSOR | REMAT["full"]),
     ("zero_bubble", 2, 4, "everything", FSDP | TENSOR),
     ("zero_bubble", 2, 8, "tied", SEQUENCE | INPUT | REMAT["none"]),
-    ("zero_bubble", 4, 4, "tied", FSDP | stage(2)),
+    ("zero_bubble", 4, 4, "tied", FSDP | stage(2) | EVERY),
     ("zero_bubble", 4, 8, "untied", DATA | stage(0)),
 ]
 
