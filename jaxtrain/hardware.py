@@ -24,6 +24,8 @@ class Gpu:
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
     network_bytes_per_s: float  # default; the cluster decides
+    host_bytes_per_s: float  # to and from the host's memory
+    host_memory_bytes: int  # a GPU's share of the host's memory; default, the machine decides
     compute_capability: str
     sm_count: int
     fp32_units_per_sm: int
@@ -35,7 +37,9 @@ class Gpu:
 # Data sheets print tensor-core peaks with sparsity; half of that is here. They print NVLink as the sum of both directions: half
 # again. Memory sizes, and what is about a single SM, are those of XLA's target descriptions
 # (xla/backends/gpu/target_config/specs), taken from the devices. The network is one adapter per GPU as in NVIDIA's own systems:
-# 200 Gb/s beside an A100, 400 Gb/s since.
+# 200 Gb/s beside an A100, 400 Gb/s since. The host is reached over 16 lanes of PCIe, generation 4 beside an A100 and 5 since
+# (data sheets: 64 and 128 GB/s, both directions), but by GB200 over NVLink-C2C, whose 900 GB/s two GPUs share. Host memory is
+# that of NVIDIA's own systems: 2 TB for 8 GPUs, 480 GB for the two of a GB200 superchip; for the PCIe card, half an SXM GPU's.
 GPUS = (
     # NVIDIA A100 80GB data sheet (SXM column); DGX A100 data sheet for the network. No fp8 units.
     Gpu(
@@ -48,6 +52,8 @@ GPUS = (
         memory_bytes_per_s=2.039e12,
         nvlink_bytes_per_s=300e9,
         network_bytes_per_s=25e9,
+        host_bytes_per_s=32e9,
+        host_memory_bytes=250_000_000_000,
         compute_capability="8.0",
         sm_count=108,
         fp32_units_per_sm=64,
@@ -66,6 +72,8 @@ GPUS = (
         memory_bytes_per_s=3.35e12,
         nvlink_bytes_per_s=450e9,
         network_bytes_per_s=50e9,
+        host_bytes_per_s=64e9,
+        host_memory_bytes=250_000_000_000,
         compute_capability="9.0",
         sm_count=132,
         fp32_units_per_sm=128,
@@ -84,6 +92,8 @@ GPUS = (
         memory_bytes_per_s=2.0e12,
         nvlink_bytes_per_s=300e9,
         network_bytes_per_s=50e9,
+        host_bytes_per_s=64e9,
+        host_memory_bytes=125_000_000_000,
         compute_capability="9.0",
         sm_count=114,
         fp32_units_per_sm=128,
@@ -102,6 +112,8 @@ GPUS = (
         memory_bytes_per_s=4.8e12,
         nvlink_bytes_per_s=450e9,
         network_bytes_per_s=50e9,
+        host_bytes_per_s=64e9,
+        host_memory_bytes=250_000_000_000,
         compute_capability="9.0",
         sm_count=132,
         fp32_units_per_sm=128,
@@ -120,6 +132,8 @@ GPUS = (
         memory_bytes_per_s=8.0e12,
         nvlink_bytes_per_s=900e9,
         network_bytes_per_s=50e9,
+        host_bytes_per_s=64e9,
+        host_memory_bytes=250_000_000_000,
         compute_capability="10.0",
         sm_count=148,
         fp32_units_per_sm=128,
@@ -138,6 +152,8 @@ GPUS = (
         memory_bytes_per_s=8.0e12,
         nvlink_bytes_per_s=900e9,
         network_bytes_per_s=50e9,
+        host_bytes_per_s=225e9,
+        host_memory_bytes=240_000_000_000,
         compute_capability="10.0",
         sm_count=152,
         fp32_units_per_sm=128,

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -312,3 +312,10 @@ def compat_devices_started() -> bool:
 def compat_usable_cores() -> int:
     """Cores this process may use; a container often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def compat_kernel_cache(file: str) -> dict[str, Any]:
+    """Compiler options by which XLA keeps GPU kernels in a file and takes them from there. Later versions always make them one
+    by one, which is needed for it."""
+    one_by_one = {"xla_gpu_enable_llvm_module_compilation_parallelism": True} if jax.__version_info__ < (0, 11) else {}
+    return {"xla_gpu_kernel_cache_file": file} | one_by_one

@@ -1,6 +1,7 @@
 """Finds a layout: `python -m jaxtrain.tune --config=configs/x.py --topology=h100:8x8 [--config.section.key=VALUE ...]`.
 
-Searches mesh, ZeRO stage, remat and microbatch; what does not fit is never proposed. The best is written as a config file.
+Searches mesh (rows of 32,768 tokens and more over sequence, too), ZeRO stage, remat, microbatch, offload and prefetch; what
+does not fit is never proposed. The best is written as a config file.
 """
 
 from __future__ import annotations
@@ -8,9 +9,30 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxtrain.errors import UserError
 from jaxtrain.main import command, load_config, parser_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxtrain.plan.search import Result
+
+# Settings of a layout as the table shows them; those not in ALWAYS where they differ.
+COLUMNS = {
+    "mesh.data": "data",
+    "mesh.fsdp": "fsdp",
+    "mesh.sequence": "sequence",
+    "mesh.tensor": "tensor",
+    "sharding.zero_stage": "stage",
+    "memory.remat": "remat",
+    "memory.remat_every_blocks": "every",
+    "memory.offload": "offload",
+    "overlap.prefetch": "prefetch",
+    "train.accumulation_steps": "microbatches",
+}
+ALWAYS = ("data", "fsdp", "tensor", "stage", "remat", "microbatches")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -22,14 +44,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", default="tuned.py", help="config file to write; give it to the other commands as --config")
     parser.add_argument("--cache", default="~/.cache/jaxtrain/tune", help="folder for compiled results")
     parser.add_argument("--limit_s", type=float, default=480.0, help="no compilation begins after so many seconds")
-    parser.add_argument("--most", type=int, default=16, help="compilations at most")
+    parser.add_argument("--most", type=int, default=24, help="compilations at most")
     config, args = load_config(arguments, parser)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the table
     from rich.console import Console  # late: a refused config must not wait for jax
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
 
-    from jaxtrain.observe.progress import percent, quantity, setup_logging
+    from jaxtrain.observe.progress import setup_logging
     from jaxtrain.plan import compile, search
 
     setup_logging()
@@ -54,34 +75,7 @@ def main(arguments: Sequence[str]) -> None:
             lambda done, of, text: bar.update(task, completed=done, total=of, what=text),
         )
         bar.update(task, what="done")
-    table = Table(box=None, pad_edge=False)
-    for title in (
-        "data",
-        "fsdp",
-        "tensor",
-        "stage",
-        "remat",
-        "microbatches",
-        "peak GiB",
-        "step ms",
-        "exposed ms",
-        "tokens/s",
-        "MFU",
-    ):
-        table.add_column(title, justify="left" if title == "remat" else "right")
-    table.add_column("")
-    for result in found:
-        s = result.settings
-        table.add_row(
-            *(str(value) for value in s.values()),
-            f"{result.peak_bytes / 2**30:.1f}",
-            f"{1e3 * result.step_s:.0f}",
-            f"{1e3 * result.exposed_s:.0f}",
-            quantity(result.tokens_per_s),
-            percent(result.mfu),
-            result.reason,
-        )
-    console.print(table)
+    console.print(_table(found))
     fitting = [result for result in found if result.fits]
     if not fitting:
         raise UserError(
@@ -90,6 +84,33 @@ def main(arguments: Sequence[str]) -> None:
         )
     pathlib.Path(args.out).write_text(search.override_file(args.config, fitting[0]))
     console.print(f"Wrote {args.out}: python -m jaxtrain.plan --config={args.out} --topology={topology}", markup=False)
+
+
+def _table(found: Sequence[Result]) -> Table:
+    from rich.table import Table
+
+    from jaxtrain.observe.progress import percent, quantity
+
+    table = Table(box=None, pad_edge=False)
+    differs = {key for key in COLUMNS if len({str(result.settings[key]) for result in found}) > 1}
+    columns = {key: title for key, title in COLUMNS.items() if title in ALWAYS or key in differs}
+    for title in columns.values():
+        table.add_column(title, justify="left" if title in ("remat", "offload", "prefetch") else "right")
+    for title in ("peak GiB", "step ms", "exposed ms", "tokens/s", "MFU"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for r in found:
+        values = (r.settings[key] for key in columns)
+        table.add_row(
+            *(",".join(value) or "-" if isinstance(value, tuple) else str(value) for value in values),
+            f"{r.peak_bytes / 2**30:.1f}",
+            f"{1e3 * r.step_s:.0f}",
+            f"{1e3 * r.exposed_s:.0f}",
+            quantity(r.tokens_per_s),
+            percent(r.mfu),
+            r.reason,
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_report():
 @pytest.mark.plan
 def test_json_has_the_whole_plan():
     data = json.loads(json.dumps(report.as_json(plan(), ())))
-    assert data["schema"] == report.SCHEMA == 1 and data["topology"] == "h200:1x8"
+    assert data["schema"] == report.SCHEMA == 2 and data["topology"] == "h200:1x8"
     assert sum(data["memory"]["rows"].values()) == data["memory"]["total_bytes"] == data["verdict"]["peak_bytes"]
     assert len(data["memory"]["largest"]) == 20 and data["communication"]["lines"]
     assert data["time"]["step_s"] > 0 and 0 < data["time"]["error_band"] < 1 and data["time"]["rates"]["product"]

@@ -22,7 +22,7 @@ M = f"bf16[{N},{N}]{{1,0}}"
 GATHER = f"all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={{0}}, {SYNC}"
 
 
-def walk(body: str, trips: int = 0, sync: str = "false", known: bool = True) -> timeline.Timeline:
+def walk(body: str, trips: int = 0, sync: str = "false", known: bool = True, turns: int = 1) -> timeline.Timeline:
     """The timeline of lines of HLO over %x, once or as the body of a loop."""
     body = body.replace("GATHER", f"(({M}), bf16[{8 * N},{N}]{{1,0}}) {GATHER.replace('SYNC', sync)}").replace(
         "PRODUCT", f"{M} custom-call(%x, %x), {CUBLAS}"
@@ -51,7 +51,7 @@ ENTRY %main (s: (s32[], {M})) -> (s32[], {M}) {{
 """
     text = text if known else text.replace("known_trip_count", "unknown")
     module = hlo.parse("HloModule m, is_scheduled=true\n\n" + text)
-    return timeline.walk(module, hlo.collectives(module, LINKS.mesh_shape), LINKS)
+    return timeline.walk(module, hlo.collectives(module, LINKS.mesh_shape), LINKS, turns)
 
 
 def test_a_product_takes_its_flops():
@@ -91,6 +91,8 @@ def test_loops_repeat():
 def test_loops_of_unknown_length_are_said():
     assert walk("  %p = PRODUCT", 3).uncounted == 0
     assert walk("  %p = PRODUCT", 3, known=False).uncounted == 1
+    once, five = (walk("  %p = PRODUCT", 3, known=False, turns=turns) for turns in (1, 5))
+    assert five.step_s == pytest.approx(5 * once.step_s) and five.flops == 5 * once.flops
 
 
 def test_memory_bound_operations_take_their_bytes():

@@ -174,7 +174,7 @@ def compile_step(
     try:
         with _dump_folder(options) as folder, DescribedHost.forgotten():
             dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
-            executable = lowered.compile(compiler_options=options | dump)
+            executable = lowered.compile(compiler_options=options | dump | _kept_kernels())
             [proto] = folder.glob("*after_optimizations.hlo.pb")
             hlo_proto = proto.read_bytes()
     except jax.errors.JaxRuntimeError as error:
@@ -205,6 +205,20 @@ def option_values(flags: Mapping[str, Any]) -> dict[str, Any]:
         if re.fullmatch(r"xla_gpu_pipeline_\w+", name) and str(value).lower() in ("default", "off", "on", "explicit"):
             values[name] = f"COLLECTIVE_PIPELINING_MODE_{value.upper()}"
     return values
+
+
+@functools.cache
+def _kernel_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="jaxtrain_kernels_")
+
+
+def _kept_kernels() -> dict[str, Any]:
+    """Options by which XLA keeps the kernels of this process: layouts of a model share most of them.
+
+    Making kernels is two thirds of a compilation and comes after all that a plan reads. Each process has a file of its own,
+    which goes when it ends: XLA does not say that several may write one.
+    """
+    return runtime.compat_kernel_cache(str(pathlib.Path(_kernel_folder().name) / "kernels"))
 
 
 @contextlib.contextmanager

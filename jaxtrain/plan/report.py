@@ -16,7 +16,7 @@ from jaxtrain.plan.communication import Line
 from jaxtrain.plan.roofline import ERROR_BAND, RATES
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
 
-SCHEMA = 1  # of the JSON; a field that changes its meaning or goes makes it 2
+SCHEMA = 2  # of the JSON; a field that changes its meaning or goes raises it
 GIB = 1 << 30
 LINE_TITLES = ("collective", "axes", "for", "runs", "MiB each", "link", "us each", "waited ms", "", "behind")
 LINE_NUMBERS = (3, 4, 6, 7)  # of these columns

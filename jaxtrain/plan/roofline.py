@@ -26,8 +26,7 @@ class Rates:
     memory: float = 0.80  # of peak memory bandwidth
     nvlink: float = 0.80  # of a direction's bandwidth
     network: float = 0.85
-    host: float = 0.80
-    host_bytes_per_s: float = 55e9  # PCIe 5 x16 per direction, data sheet
+    host: float = 0.6875  # of a direction's bandwidth, for both directions together
     kernel_s: float = 2.5e-6  # launch to launch of the shortest kernel
     collective_s: float = 12e-6  # start of a collective
     nvlink_step_s: float = 1.0e-6  # per step of a ring

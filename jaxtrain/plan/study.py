@@ -13,6 +13,7 @@ import ml_collections
 
 from jaxtrain import flops, pipeline_schedule
 from jaxtrain.hardware import Gpu
+from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline_schedule import Table
 from jaxtrain.plan import closed_form, communication, compile, facts, memory, roofline, timeline
 from jaxtrain.plan.closed_form import ClosedForm
@@ -112,7 +113,8 @@ def study(
     ledger = memory.ledger(compiled.assignment, compiled.module, shapes, compiled.mesh_shape)
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
     found = compiled.collectives()
-    walked = timeline.walk(compiled.module, found, links, busy=compiled.shares[1])
+    turns = key_blocks(config, compiled.mesh_shape["sequence"])
+    walked = timeline.walk(compiled.module, found, links, turns, busy=compiled.shares[1])
     spoken = communication.communication(
         compiled.module, found, walked, links, shapes, closed.axis_bytes(), config.precision.compute_dtype
     )
@@ -125,11 +127,23 @@ def study(
         communication=spoken,
         timeline=walked,
         seconds=seconds,
-        notes=_notes(config, closed, ledger, walked),
+        notes=_notes(config, closed, ledger, walked, turns),
     )
 
 
-def _notes(config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, walked: Timeline) -> tuple[str, ...]:
+def key_blocks(config: ml_collections.ConfigDict, sequence: int) -> int:
+    """How many blocks of keys a block of queries sees in blockwise attention, in rows of one document: the mean over layers and
+    queries, on the last of the devices that share a row, which has most to do."""
+    m, length = config.model, config.data.seq_len_tokens
+    seen = flops.attention_flops(m, 1, length) / (12 * m.num_layers * m.num_heads * m.head_dim)
+    if not m.sliding_window_tokens:
+        seen *= 2 - 1 / sequence
+    return math.ceil(seen / min(blockwise.Settings.block, length))
+
+
+def _notes(
+    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, walked: Timeline, turns: int
+) -> tuple[str, ...]:
     notes = []
     if missing := sum(size for row, size in closed.host.items() if row not in ledger.host):
         notes.append(
@@ -138,8 +152,8 @@ def _notes(config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger
         )
     if walked.uncounted:
         notes.append(
-            f"{walked.uncounted} loops end when their data say so (attention that skips masked blocks) and are counted once: "
-            "the predicted time is too short"
+            f"{walked.uncounted} loops end when their data say so (attention that skips masked blocks): each is counted as "
+            f"{turns} turns, those of rows of one document"
         )
     return tuple(notes)
 

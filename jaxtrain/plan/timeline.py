@@ -58,13 +58,14 @@ class Timeline:
     times: dict[Key, float]
     strips: dict[str, tuple[Span, ...]]
     strip_s: dict[str, float]
-    uncounted: int  # loops whose number of turns is not known before they run: they count once
+    uncounted: int  # loops whose number of turns is not known before they run
 
 
 def walk(
     module: hlo.Module,
     collectives: list[hlo.Collective],
     links: Links,
+    turns: int = 1,
     rates: Rates = RATES,
     busy: Mapping[str, float] | None = None,
 ) -> Timeline:
@@ -72,9 +73,10 @@ def walk(
 
     Args:
       collectives: those of the program, as `hlo.collectives` gives them.
+      turns: of loops whose number of turns only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    walker = _Walker(module, {(c.computation, c.name): c for c in collectives}, links, rates, busy or {})
+    walker = _Walker(module, {(c.computation, c.name): c for c in collectives}, links, turns, rates, busy or {})
     walker.run(module.computations[module.entry])
     total = walker.total
     runs = {(c.computation, c.name): c.executions for c in reversed(collectives)}
@@ -106,8 +108,9 @@ class _Loop:
 
 
 class _Walker:
-    def __init__(self, module, collectives, links, rates, busy):
-        self.module, self.collectives, self.links, self.rates, self.busy = module, collectives, links, rates, busy
+    def __init__(self, module, collectives, links, turns, rates, busy):
+        self.module, self.collectives, self.links, self.turns = module, collectives, links, turns
+        self.rates, self.busy = rates, busy
         self.now = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
         self.pending: dict[str, tuple[float, Key | None]] = {}  # start -> when it ends, which collective
@@ -142,7 +145,7 @@ class _Walker:
         trips = hlo.trip_count(self.module, around, instruction)
         if trips is None:
             self.uncounted.add((around.name, instruction.name))
-            trips = 1
+            trips = self.turns
         computation = self.module.computations[body[1]]
         if trips >= 2:
             self.run(computation)
@@ -198,7 +201,7 @@ class _Walker:
             self._advance("memory", 2 * size / (self.rates.memory * self.links.gpu.memory_bytes_per_s), instruction)
             return
         begin = max(self.now, self.free["host"])
-        self.free["host"] = end = begin + size / (self.rates.host * self.rates.host_bytes_per_s)
+        self.free["host"] = end = begin + size / (self.rates.host * self.links.gpu.host_bytes_per_s)
         self._span("host", "copy", "copy to or from the host", begin, end)
         self.pending[instruction.name] = end, None
 
