@@ -28,6 +28,12 @@ def name(x: Any, name: str) -> Any:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
 
+def named(name_: str, function: Callable, *args: Any) -> Any:
+    """`name(function(*args), name_)`; also what computes it, repeats it and differentiates it bears the name, in plans."""
+    with jax.named_scope(name_):
+        return name(function(*args), name_)
+
+
 @dataclasses.dataclass(frozen=True)
 class Remat:
     """What blocks keep. Of every `every` blocks, the last one keeps `kept` and the others keep everything.

@@ -11,7 +11,7 @@ import pytest
 from planned import compiled, needs_plugin, plan
 
 from jaxtrain.activations import ACTIVATIONS
-from jaxtrain.plan import buffers, hlo
+from jaxtrain.plan import buffers, facts, hlo, memory
 from jaxtrain.plan.roofline import RATES
 
 pytestmark = pytest.mark.plan
@@ -72,6 +72,47 @@ def test_kept_activations_are_those_of_the_formula(changes):
     assert large <= set(ACTIVATIONS) | {name for name in kept if "attention" in name}
     for name in large & set(formula):
         assert kept[name] == pytest.approx(formula[name], rel=close), name
+
+
+@needs_plugin
+@pytest.mark.parametrize("changes", [SHARDED, POLICIES[0], TENSOR], ids=["full", "mlp", "tensor"])
+def test_what_a_block_computes_bears_its_name(changes):
+    """Of all buffers that the schedule ever has: activations by name, recomputed ones too, and in which pass they are made."""
+    step = compiled(*changes)
+    books = memory._Books(step.assignment, facts.of(step.program), hlo.channel_axes(step.module, step.mesh_shape))
+    every = {buffer.values: None for _, state in step.assignment.moments(range(len(step.assignment.curve))) for buffer in state}
+    pieces = [books.buffer(buffers.Buffer(values[0].size, values)) for values in every]
+    large = {piece.name for piece in pieces if piece.row == "block" and piece.size >= 2**23 and "/while/body/" in piece.op_name}
+    passes = {kind: {name for name in large if memory_pass(name) == kind} for kind in ("forward", "recomputed", "backward")}
+    forward = {"mlp_hidden", "mlp_out", "attention_out"} if changes != TENSOR else {"mlp_out", "attention_out"}
+    assert passes["forward"] >= forward | {"block_in"}
+    expected = {
+        SHARDED: {"qkv", "attention", "attention_out", "mlp_hidden"},
+        POLICIES[0]: {"mlp_hidden"},
+        TENSOR: set(),
+    }[changes]
+    assert passes["recomputed"] >= {f"recomputed {name}" for name in expected}
+    assert not any("qkv" in name for name in passes["recomputed"]) or changes == SHARDED, "is kept"
+    assert passes["backward"] >= {f"{name} (backward)" for name in ("mlp_hidden", "mlp_out", "qkv", "attention")}
+    for words in ("dot_general", "jvp(", "optimization_barrier"):
+        assert not {name for name in large if words in name and not name.startswith("cv,dv")}, "all but the loss's products"
+
+
+def memory_pass(name):
+    return "recomputed" if name.startswith("recomputed ") else "backward" if name.endswith("(backward)") else "forward"
+
+
+def test_passes_by_scope():
+    scope = "jit(train_step)/shard_map/"
+    for name, expected in [
+        ("jvp(forward)/while/body/closed_call/jvp(mlp_out)/BTF,DF->BTD/dot_general", "forward"),
+        ("transpose(jvp(backward))/while/body/closed_call/jvp(qkv)/BTD,DNH->BTNH/dot_general", "recomputed"),
+        ("transpose(jvp(backward))/while/body/closed_call/transpose(jvp(qkv))/BTNH,DNH->BTD/dot_general", "backward"),
+        ("transpose(jvp(backward))/transpose(transpose(jvp(backward)))/jvp(BTD,BTNH->DNH)/dot_general", "backward"),
+        ("transpose(jvp(backward))/transpose(jvp(jvp()))/checkpoint/mlp_out/BTD,DF->BTF/dot_general", "backward"),
+        ("transpose(jvp(backward))/transpose(jvp(jvp()))/checkpoint/rematted_computation/mlp_hidden/mul", "recomputed"),
+    ]:
+        assert memory.pass_of(scope + name) == expected
 
 
 @needs_plugin

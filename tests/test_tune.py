@@ -36,7 +36,7 @@ def layouts(*changes, preset="llama3_8b", topology="h100:1x8"):
 
 
 def by_formula(candidate):
-    return candidate.bytes - usable(H100), "by formula"
+    return candidate.bytes - usable(H100)
 
 
 @pytest.mark.parametrize(("preset", "topology"), [("llama3_8b", H100), ("llama3_70b", MANY)])
@@ -105,8 +105,7 @@ def test_offload_is_for_what_does_not_fit_without():
     bases = {str(c.change): c for c in layouts()}
     for c in found:
         base = bases[str(Change(tuple({**c.settings, "memory.offload": ()}.items()), "other"))]
-        assert base.bytes > usable(H100) and f"{(base.bytes - usable(H100)) / 2**30:.1f} GiB too much by formula" in c.note
-        assert base.seconds <= c.seconds
+        assert base.bytes > usable(H100) and base.seconds <= c.seconds
     assert {c.settings["memory.offload"] for c in found} >= {("block_in",), ("moments",), ("master", "moments")}
     small = dataclasses.replace(H100, gpu=dataclasses.replace(H100.gpu, host_memory_bytes=2**30))
     assert candidates.offloaded(config(), small, layouts(), by_formula) == [], "the host holds it neither"
@@ -176,7 +175,6 @@ def test_one_gpu_needs_the_host(tmp_path, tried):
     assert min(c.bytes for c in layouts("mesh.fsdp=1", topology="h100:1x1")) > usable(one)
     found = search.search(config("mesh.fsdp=1"), one, tmp_path, limit_s=60, most=6)
     assert found and all(r.fits and "moments" in r.settings["memory.offload"] for r in found)
-    assert all("without offload" in r.reason and "GiB too much by formula" in r.reason for r in found)
 
 
 def test_prefetch_is_chosen_for_the_best(tmp_path, tried, monkeypatch):

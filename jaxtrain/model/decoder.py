@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from jaxtrain.memory import Remat, name
+from jaxtrain.memory import Remat, name, named
 from jaxtrain.model import rope, stack
 from jaxtrain.model.attention.block import Attention, Cache, Rows
 from jaxtrain.model.dropout import dropout, fold
@@ -47,15 +47,16 @@ class Block(nnx.Module):
         x = name(x, "block_in")
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
-        attended, cache = self.attention(name(self.attention_norm(x), "attention_in"), rows, window, query_keys, cache)
-        with jax.named_scope("block_mid"):  # the name by which a plan finds it
+        attended, cache = self.attention(named("attention_in", self.attention_norm, x), rows, window, query_keys, cache)
+        with jax.named_scope("block_mid"):
             return self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0])), cache
 
     def add_mlp(self, x: jax.Array, keys: tuple | None):
         """Residual stream [B, t, D] -> the same. `keys`: as in `add_attention`."""
         x = name(x, "block_mid")
-        hidden = self.mlp(name(self.mlp_norm(x), "mlp_in"))
-        return self._add(x, hidden, self.mlp_post_norm, fold(keys and keys[0], RESIDUAL_SITES[1]))
+        hidden = self.mlp(named("mlp_in", self.mlp_norm, x))
+        with jax.named_scope("block_in"):  # of the next one
+            return self._add(x, hidden, self.mlp_post_norm, fold(keys and keys[0], RESIDUAL_SITES[1]))
 
     def _add(self, x, branch, post_norm, keys):
         branch = branch if post_norm is None else post_norm(branch)

@@ -8,7 +8,7 @@ import jax
 import ml_collections
 from flax import nnx
 
-from jaxtrain.memory import name
+from jaxtrain.memory import named
 from jaxtrain.model.layers import Linear, columns, row
 from jaxtrain.model.products import Product
 from jaxtrain.sharding import Layout
@@ -40,9 +40,8 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, t, D] -> [B, t, D]."""
         act = ACTIVATIONS[self.activation]
-        if self.gate is None:
-            hidden = act(name(columns(x, "BTD,DF->BTF", self.up)[0], "mlp_hidden"))
-        else:
-            gate, up = name(columns(x, "BTD,DF->BTF", self.gate, self.up), "mlp_hidden")
-            hidden = act(gate) * up
-        return name(row(hidden, "BTF,DF->BTD", self.down), "mlp_out")
+        into = (self.up,) if self.gate is None else (self.gate, self.up)
+        products = named("mlp_hidden", columns, x, "BTD,DF->BTF", *into)
+        with jax.named_scope("mlp_activation"):
+            hidden = act(products[0]) if self.gate is None else act(products[0]) * products[1]
+        return named("mlp_out", row, hidden, "BTF,DF->BTD", self.down)

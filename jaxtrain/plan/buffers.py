@@ -38,6 +38,7 @@ class Node:
     op_name: str  # where in the traced program it comes from
     frame: int  # its place in the source, of `Assignment.frames`; 0: unknown
     shape: bytes
+    index: int = 0  # of a get-tuple-element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +224,7 @@ def _node(part: protobuf.Fields, computation: int) -> Node:
         op_name=protobuf.text(metadata, 2),
         frame=protobuf.number(metadata, 15),
         shape=part.get(3, [b""])[-1],
+        index=protobuf.number(part, 13),
     )
 
 

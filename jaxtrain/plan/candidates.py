@@ -37,12 +37,11 @@ HOST_SHARE = 0.5  # of the host's memory may be pinned; loader, checkpoints and 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with what the formulas say of it, and what speaks for it beside them."""
+    """A layout with what the formulas say of it."""
 
     change: Change
     bytes: int
     seconds: float
-    note: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -67,23 +66,23 @@ def offloaded(
     config: ml_collections.ConfigDict,
     topology: compile.Topology,
     found: Iterable[Candidate],
-    missing: Callable[[Candidate], tuple[int, str]],
+    missing: Callable[[Candidate], int],
     slowest: float = float("inf"),
 ) -> list[Candidate]:
     """Of layouts that lack memory, each with the offload that costs least time of those that save enough; fastest first.
 
     Args:
-      missing: bytes that a layout lacks, 0 or less if it fits, and who says so.
+      missing: bytes that a layout lacks, 0 or less if it fits.
       slowest: seconds by formula; a layout that takes longer is not worth it.
     """
     result = []
     for base in found:
-        short, who = missing(base)
+        short = missing(base)
         if short <= 0 or base.seconds > slowest:
             continue
         variants = _candidates(config, topology, ({**base.settings, "memory.offload": names} for names in OFFLOADS))
         if best := next((c for c in variants if base.bytes - c.bytes >= short), None):
-            result.append(dataclasses.replace(best, note=f"without offload {short / 2**30:.1f} GiB too much {who}"))
+            result.append(best)
     return _sorted(c for c in result if c.seconds <= slowest)
 
 

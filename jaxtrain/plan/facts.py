@@ -57,6 +57,7 @@ class Facts:
 
     leaves: tuple[Leaf, ...]
     layers: int
+    groups: int  # of layers in a turn of the loop over them
     rows: int  # of a microbatch on one device
     length: int  # positions of a row on one device, inside attention and MLP
     own_length: int  # between blocks, under sequence parallelism fewer
@@ -140,6 +141,7 @@ def of(program: Program) -> Facts:
     return Facts(
         leaves=tuple(leaves),
         layers=config.model.num_layers // stages,
+        groups=config.model.num_layers // stages // config.memory.remat_every_blocks,
         rows=rows,
         length=length,
         own_length=own,

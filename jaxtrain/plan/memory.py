@@ -197,14 +197,15 @@ class _Books:
                 return f"{_PACKAGE}/{frame.file.rpartition(f'{_PACKAGE}/')[2]}:{frame.line}"
         return ""
 
-    def from_file(self, value: Value, *endings: str, depth: int = 4) -> bool:
+    def from_file(self, node: Node, *endings: str, depth: int = 4) -> bool:
         """Whether one of the innermost frames lies in a file."""
-        return any(frame.file.endswith(endings) for frame in self.assignment.stack(value.node.frame)[:depth])
+        return any(frame.file.endswith(endings) for frame in self.assignment.stack(node.frame)[:depth])
 
     def about_weights(self, value: Value) -> bool:
         """Whether the code that a value comes from handles weights and their gradients."""
-        scopes = {"fetch", "give"} & set(value.node.op_name.split("/"))
-        return bool(scopes) or self.from_file(value, "model/weights.py", "jaxtrain/optimizer.py", "train/step.py")
+        node = self.named(value.node)
+        scopes = {"fetch", "give"} & set(node.op_name.split("/"))
+        return bool(scopes) or self.from_file(node, "model/weights.py", "jaxtrain/optimizer.py", "train/step.py")
 
     def activation_name(self, node: Node) -> str:
         """Which of ACTIVATIONS a value is, by its scope or the source line that names it; "" if none."""
@@ -217,6 +218,12 @@ class _Books:
             if frame.function.endswith("__call__") and not frame.function.startswith("Norm"):
                 return ""
         return ""
+
+    def in_block(self, node: Node) -> str:
+        """What a value of the block at work is: the activation's name, or the operation's; and in which pass it is made."""
+        node = self.named(node)
+        name, kind = self.activation_name(node) or _operation(node), pass_of(node.op_name)
+        return {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}[kind]
 
     def written(self, node: Node | None) -> Node | None:
         """What an instruction writes into a part of its operand (a dynamic-update-slice's update); None if it does not."""
@@ -233,12 +240,21 @@ class _Books:
             source = nodes[source.operands[0]]
         return self.made(nodes[node.operands[source.parameter]]) if source.opcode == "parameter" else source
 
+    def named(self, node: Node) -> Node:
+        """The instruction itself, or what XLA's own copy, which has no name, is a copy of."""
+        return node if node.op_name else self.made(node)
+
     def made(self, node: Node) -> Node:
         """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last."""
         nodes, assignment = self.assignment.nodes, self.assignment
+        part = 0  # of a tuple
         for _ in range(50):
             caller = assignment.callers.get(node.computation)
-            if node.opcode in ("get-tuple-element", *_RESHAPED) or node.opcode.endswith("-done"):
+            if node.opcode == "get-tuple-element":
+                node, part = nodes[node.operands[0]], node.index
+            elif node.opcode == "tuple":
+                node = nodes[node.operands[part]]
+            elif node.opcode in _RESHAPED or node.opcode.endswith("-done"):
                 node = nodes[node.operands[0]]
             elif node.opcode == "async-start":
                 node = nodes[assignment.roots[node.called[0]]]
@@ -273,10 +289,11 @@ def _collective(books: _Books, value: Value):
 def _kept(books: _Books, value: Value):
     """Stacks of something with tokens, filled layer by layer. With a pattern of several layers, a stack has a part of them."""
     facts, dims = books.facts, [d for d in value.dims if d > 1]
-    stacks = set(dims[:2]) & {facts.layers - 1, facts.layers, facts.layers + 1}
-    written = books.written(value.node)
-    if not stacks and written:
-        stacks = set(dims[:1]) & {n for n in range(2, facts.layers) if facts.layers % n == 0}
+    source = books.named(value.node)
+    written, empty = books.written(source), re.search(r"/broadcast(_in_dim|\.\d+)?$", source.op_name)
+    if not (written or empty or source.opcode in _PASSED_ON):
+        return None  # computed at once
+    stacks = set(dims[:2]) & {n + more for n in (facts.layers, facts.groups) for more in (-1, 0, 1)}
     if facts.layers == 1 or not stacks:
         return None
     rest = list(dims)
@@ -288,6 +305,8 @@ def _kept(books: _Books, value: Value):
         return None
     if written and _kind(written) == "all-gather" and not set(books.axes.get(written.channel, ())) & {"tensor", "sequence"}:
         return "parameters", f"gathered, of all layers: {written.op_name}"
+    if empty:
+        return "activations", "not yet filled"
     return "activations", (written and books.activation_name(written)) or _kept_name(written)
 
 
@@ -304,7 +323,7 @@ def _loss(books: _Books, value: Value):
     by_shape = facts.vocab in value.dims and facts.has_tokens(value.dims)
     if weight and not (by_shape and facts.chunk in value.dims):
         return None
-    if by_shape or books.from_file(value, "model/loss.py", depth=3):
+    if by_shape or books.from_file(value.node, "model/loss.py", depth=3):
         return "logits", _operation(value.node)
     return None
 
@@ -319,16 +338,29 @@ def _weight(books: _Books, value: Value):
     elif books.facts.has_tokens(value.dims) and not (found.stacked and found.exact) and not books.about_weights(value):
         return None
     if value.dtype == "f32":
-        updating = value.node.opcode.startswith("copy-") or books.from_file(value, "jaxtrain/optimizer.py", depth=3)
+        updating = value.node.opcode.startswith("copy-") or books.from_file(value.node, "jaxtrain/optimizer.py", depth=3)
         return ("update" if updating else "gradients"), found.names
     return ("parameters" if found.stacked or "whole" not in found.placements else "gathered"), found.names
 
 
 def _activation(books: _Books, value: Value):
     if books.facts.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
-        back = " (backward)" if re.search(r"transpose\(|\bbackward\b", value.node.op_name) else ""
-        return "block", f"{books.activation_name(value.node) or _operation(value.node)}{back}"
+        return "block", books.in_block(value.node)
     return None
+
+
+def pass_of(op_name: str) -> str:
+    """In which pass an operation of a block runs: forward, recomputed (the forward once more, in the backward), or backward.
+
+    By the scopes that jax writes: what a checkpoint repeats is in `rematted_computation`; where a block recomputes all, its
+    forward is in the scope `backward` but not transposed.
+    """
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    _, backward, inside = op_name.partition("backward")
+    if not backward:
+        return "backward" if "transpose(" in op_name else "forward"
+    return "backward" if "transpose(" in inside or "/checkpoint/" in inside else "recomputed"
 
 
 _PACKAGE = "jaxtrain"
@@ -346,8 +378,18 @@ def _line(file: str, number: int) -> str:
 
 def _operation(node: Node) -> str:
     """The last parts of where a value comes from, without what every name has."""
-    parts = [p for p in node.op_name.split("/") if p and not re.fullmatch(r"jit\(.*\)|shard_map|closed_call|body|while", p)]
+    parts = [part for part in map(_inside, node.op_name.split("/")) if part and part not in _EVERYWHERE]
     return "/".join(parts[-2:]) or node.opcode or "unknown"
+
+
+_EVERYWHERE = ("shard_map", "closed_call", "body", "while", "forward", "backward", "checkpoint", "rematted_computation")
+
+
+def _inside(part: str) -> str:
+    """A scope without what jax writes around it: "transpose(jvp(mlp_in))" is "mlp_in"; "" for a function's name."""
+    while match := re.fullmatch(r"(jvp|transpose|jit)\((.*)\)", part):
+        part = "" if match[1] == "jit" else match[2]
+    return part
 
 
 def _shape(value: Value) -> str:

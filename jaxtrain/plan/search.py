@@ -68,7 +68,7 @@ def search(
     good = [result.settings for result in search.best()[:FEW]]
     between = candidates.between_policies(config, topology, good)
     offloaded = candidates.offloaded(config, topology, every, search.missing, search.slowest())
-    search.round(sorted([*between, *offloaded], key=lambda c: c.seconds), SHARES[1])
+    search.round(sorted([*every, *between, *offloaded], key=lambda c: c.seconds), SHARES[1])
     if best := search.best():
         search.round(candidates.prefetches(config, topology, best[0].settings), SHARES[2])
     return search.best() + sorted((r for r in search.results.values() if not r.fits), key=lambda r: r.peak_bytes)
@@ -93,14 +93,12 @@ class _Search:
         best = min((result.step_s for result in self.best()), default=float("inf"))
         return best * BETTER / min(self.ratios, default=1.0)
 
-    def missing(self, candidate: Candidate) -> tuple[int, str]:
-        """Bytes that a layout lacks, 0 or less if it fits, and who says so."""
+    def missing(self, candidate: Candidate) -> int:
+        """Bytes that a layout lacks, 0 or less if it fits."""
         usable, result = usable_bytes(self.topology), self.results.get(str(candidate.change))
         if result and result.peak_bytes:
-            return result.peak_bytes - usable, "as compiled"
-        if candidate.bytes > usable:
-            return candidate.bytes - usable, "by formula"
-        return candidate.bytes + self._error(candidate) - usable, "by formula and what layouts like it took"
+            return result.peak_bytes - usable
+        return candidate.bytes + max(0, self._error(candidate)) - usable
 
     def _error(self, candidate: Candidate) -> int:
         """The least by which the compiler needed more than the formula: for layouts of its kind, or else of its policy."""
@@ -129,11 +127,10 @@ class _Search:
             self._learn(candidate, result)
 
     def _may_do(self, candidate: Candidate) -> bool:
-        return str(candidate.change) not in self.results and self.missing(candidate)[0] <= 0
+        return str(candidate.change) not in self.results and self.missing(candidate) <= 0
 
     def _learn(self, candidate: Candidate, result: Result) -> None:
-        reason = f"{result.reason}; {candidate.note}" if candidate.note else result.reason
-        self.results[str(candidate.change)] = dataclasses.replace(result, reason=reason)
+        self.results[str(candidate.change)] = result
         if result.fits:
             self.ratios.append(result.step_s / candidate.seconds)
         if result.peak_bytes:
@@ -143,7 +140,7 @@ class _Search:
 def _kind(candidate: Candidate) -> tuple:
     """Of layouts for which the formula errs alike; the policy first."""
     s = candidate.settings
-    return s["memory.remat"], s["memory.remat_every_blocks"], s["sharding.zero_stage"], s["mesh.data"] > 1, s["memory.offload"]
+    return s["memory.remat"], s["memory.remat_every_blocks"], s["sharding.zero_stage"], s["mesh.data"] > 1
 
 
 def _read(path: pathlib.Path) -> Result:
@@ -172,8 +169,8 @@ def _compiled(config, topology, candidate: Candidate) -> Result:
         parts += [f"waits {100 * s / t.step_s:.0f}% for {what}" for what, s in waited.items() if s > WORTH_SAYING * t.step_s]
         if plan.recomputed_flops > WORTH_SAYING:
             parts.append(f"{100 * plan.recomputed_flops:.0f}% more FLOPs than the model's")
-        if plan.ledger.host:
-            parts.append(f"{sum(plan.ledger.host.values()) / 2**30:.1f} GiB on the host")
+        if host := sum(plan.ledger.host.values()):
+            parts.append(f"{host / 2**30:.1f} GiB on the host")
     else:
         parts = [f"{-plan.headroom_bytes / 2**30:.1f} GiB too much"]
     return Result(settings, plan.peak_bytes, t.step_s, t.exposed_s, plan.tokens_per_s, plan.mfu, fits, "; ".join(parts))

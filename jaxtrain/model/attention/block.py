@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.memory import name
+from jaxtrain.memory import named
 from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import visible
 from jaxtrain.model.dropout import factors
@@ -82,11 +82,12 @@ class Attention(nnx.Module):
 
         `keys`: [B, T] dropout keys, one per query, or None.
         """
-        q, k, v = name(columns(x, "BTD,DNH->BTNH", self.query, self.key, self.value), "qkv")
+        q, k, v = named("qkv", columns, x, "BTD,DNH->BTNH", self.query, self.key, self.value)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rows.rope is not None:
-            q, k = rotate(q, *rows.rope), rotate(k, *rows.rope)
+            with jax.named_scope("rope"):
+                q, k = rotate(q, *rows.rope), rotate(k, *rows.rope)
         segments = rows.key_segments
         if cache is not None:
             cache = cache.write(k, v, rows)
@@ -94,8 +95,9 @@ class Attention(nnx.Module):
         else:
             k, v = whole_row(k, self.layout), whole_row(v, self.layout)
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-        out = self._attend(grouped, k, v, rows, segments, window, keys, "reference" if cache else self.backend)
-        return name(row(out.reshape(q.shape), "BTNH,DNH->BTD", self.out), "attention_out"), cache
+        with jax.named_scope("attention"):
+            out = self._attend(grouped, k, v, rows, segments, window, keys, "reference" if cache else self.backend)
+        return named("attention_out", row, out.reshape(q.shape), "BTNH,DNH->BTD", self.out), cache
 
     def _attend(self, q, k, v, rows, segments, window, keys, backend):
         model, scale = self.model, self.model.attention_scale or self.model.head_dim**-0.5
