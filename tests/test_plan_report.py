@@ -7,13 +7,14 @@ import io
 import json
 import re
 
+import jax
 import pytest
 import tiny
 from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
 from jaxtrain.config import ConfigError
-from jaxtrain.plan import advice, compare, compile, fallback, memory, page, report
+from jaxtrain.plan import advice, closed_form, compare, compile, fallback, memory, page, report
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.study import RESERVED_BYTES
 
@@ -138,16 +139,37 @@ def test_without_the_plugin():
     small = tiny.config(mesh__fsdp=4, mesh__tensor=2, optimizer__name="adamw")
     found = fallback.study(small, compile.parse_topology("h100:1x8"), "tiny", "no plugin here")
     text = shown(found)
-    assert text.splitlines()[0].startswith("By formula only") and "no plugin here" in text.splitlines()[0]
+    assert text.splitlines()[0].startswith(
+        "By formula, the collectives of the program as traced, and XLA's partitioner for CPUs"
+    )
+    assert "no plugin here" in text.splitlines()[0] and "adds no collective above 1 MiB" in text
     assert found.peak_bytes == found.closed.total and found.timeline is None
     assert found.communication.axis_bytes["fsdp"] > 0 and "fsdp" in text
-    assert "By formula only" in page.render(found, ()) and json.dumps(report.as_json(found, ()))
-    llama = fallback.study(config(*ONE_ROW), compile.parse_topology("h200:1x8"), "llama3_8b", "no plugin here")
+    assert "By formula, the collectives" in page.render(found, ()) and json.dumps(report.as_json(found, ()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fallback, "MAX_COMPILED", 4)
+        llama = fallback.study(config(*ONE_ROW), compile.parse_topology("h200:1x8"), "llama3_8b", "no plugin here")
+    assert llama.fallback.startswith("By formula only, and the collectives") and not llama.notes
     formula = llama.closed.axis_bytes()
     assert set(formula) == {"fsdp"} and llama.communication.axis_bytes["fsdp"] == pytest.approx(formula["fsdp"], rel=0.02)
     assert {line.dtype for line in llama.communication.lines if line.purpose == "weights"} == {"bf16"}
     large = fallback.study(config(), compile.parse_topology("h100:64x8"), "llama3_8b", "no plugin here")
     assert large.communication is None and large.closed.total > 2**33
+
+
+def test_what_the_partitioner_adds_is_flagged():
+    """A sum over a dimension that is sharded is an all-reduce that nobody wrote."""
+    small = tiny.config(mesh__fsdp=4, mesh__tensor=2)
+    program = tiny.program(small)
+    sharding = program.abstract_state.params["blocks"]["mlp"]["up"]["kernel"].sharding  # over fsdp and tensor
+    x = jax.ShapeDtypeStruct((2, 512, 4096), "float32", sharding=sharding)
+    text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
+    topology = compile.parse_topology("h100:1x8")
+    assert fallback.partitioner_flags(program, text, topology, closed_form.closed_form(small, 8)) == ()  # below 1 MiB
+    x = jax.ShapeDtypeStruct((2, 512, 2**20), "float32", sharding=sharding)
+    text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
+    [flag] = fallback.partitioner_flags(program, text, topology, closed_form.closed_form(small, 8))
+    assert "all-reduce over fsdp" in flag.text and "partitioner reshards" in flag.text
 
 
 @needs_plugin

@@ -1,33 +1,51 @@
-"""A plan without the CUDA plugin: the closed form, and the collectives that the program itself makes, on fake CPU devices.
+"""A plan without the CUDA plugin: the closed form, the collectives of the program as traced, and XLA for CPUs, on fake devices.
 
-All collectives are calls in the program, so what is traced has them without a compiler; a CPU's would widen bfloat16. Memory of
-temporaries and the schedule are the GPU compiler's to know; none of them is guessed here.
+Three sources, each for what it knows:
+
+- All collectives of a step are calls in the program, so what is traced has them, with their dtypes.
+- XLA for CPUs has the partitioner that GPUs get, too. It says what the partitioner adds to these (resharding in the optimizer
+  or between placements), and whether the state is updated in place. Its program is compiled without optimizing code, for up to
+  MAX_COMPILED devices: about 10 s, since layers are a loop.
+- Memory of temporaries and the schedule are the GPU compiler's to know. The CPU's temporaries are shown as what they are, no
+  forecast: it computes in float32, has no fused attention and hides nothing. For Llama-3-8B on 8 devices it takes 17.9 GiB where
+  XLA for the H200 takes 6.7 (remat full), and 43.4 instead of 18.9 (dots). The verdict is the closed form's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import ml_collections
 
 from jaxtrain import mesh, runtime
 from jaxtrain.plan import closed_form, communication, compile, facts, hlo, roofline, timeline
+from jaxtrain.plan.communication import Communication
 from jaxtrain.plan.study import Plan, about
-from jaxtrain.train.program import build_program
+from jaxtrain.train.program import Program, build_program
 
 MAX_DEVICES = 256  # that one process pretends to have
+MAX_COMPILED = 64
+NO_TIMELINE = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, 0)
 
 
 def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: str, reason: str) -> Plan:
     """As `study.study`, of what can be said without the plugin. The first line of the report says that it is this."""
-    first = f"By formula only, and the collectives of the program as traced: {reason}"
+    first = f"By formula only: {reason}"
     closed = closed_form.closed_form(config, topology.size)
-    spoken = None
+    spoken, notes = None, ()
     if topology.size <= MAX_DEVICES and _have_devices(topology.size):
-        spoken = _traffic(config, topology, closed)
-    else:
-        first = f"By formula only: {reason}"
+        first = f"By formula only, and the collectives of the program as traced: {reason}"
+        program = build_program(config, mesh.build(config, jax.devices("cpu")[: topology.size]))
+        lowered = program.train_step.lower(*program.abstract_step_arguments())
+        spoken = _traced(program, lowered.as_text(dialect="hlo"), topology, closed)
+        if topology.size <= MAX_COMPILED:
+            first = f"By formula, the collectives of the program as traced, and XLA's partitioner for CPUs: {reason}"
+            compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+            added = partitioner_flags(program, compiled.as_text(), topology, closed)
+            spoken = dataclasses.replace(spoken, flags=(*spoken.flags, *added))
+            notes = _notes(compiled.memory_analysis(), added)
     return Plan(
         **about(config, topology, name),
         closed=closed,
@@ -36,6 +54,7 @@ def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
         timeline=None,
         seconds={},
         fallback=first,
+        notes=notes,
     )
 
 
@@ -46,17 +65,36 @@ def _have_devices(count: int) -> bool:
     return len(jax.devices("cpu")) >= count
 
 
-def _traffic(config, topology, closed) -> communication.Communication:
-    program = build_program(config, mesh.build(config, jax.devices("cpu")[: topology.size]))
-    text = program.train_step.lower(*program.abstract_step_arguments()).as_text(dialect="hlo")
-    module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
-    found = hlo.collectives(module, shape)
-    nothing = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, 0)
-    links = roofline.Links(topology.gpu, topology.per_node, shape)
-    result = communication.communication(
-        module, found, nothing, links, facts.of(program), closed.axis_bytes(), config.precision.compute_dtype
+def partitioner_flags(
+    program: Program, text: str, topology: compile.Topology, closed: closed_form.ClosedForm
+) -> tuple[communication.Flag, ...]:
+    """Collectives above 1 MiB in a program compiled for CPUs that it did not write itself."""
+    flags = _communication(program, text, topology, closed).flags
+    return tuple(flag for flag in flags if flag.name == "resharding")
+
+
+def _notes(stats: Any, added: tuple) -> tuple[str, ...]:
+    gib = {name: getattr(stats, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "alias", "temp")}
+    does = (
+        "adds collectives to the program's own, see below" if added else "adds no collective above 1 MiB to the program's own"
     )
+    return (
+        f"XLA's partitioner {does}; of {gib['argument']:.2f} GiB of state and batch a device, {gib['alias']:.2f} are updated in "
+        f"place. XLA for CPUs takes {gib['temp']:.2f} GiB for temporaries: no forecast, since it computes in float32 without "
+        "fused attention; XLA for GPUs took less than half in what was compared",
+    )
+
+
+def _traced(program, text, topology, closed) -> Communication:
+    result = _communication(program, text, topology, closed)
     # What is not compiled yet has no names of operations to tell written collectives by, and hides none.
     kept = tuple(flag for flag in result.flags if flag.name not in ("synchronous collective", "resharding"))
     lines = tuple(dataclasses.replace(line, state="", waited_s=0.0) for line in result.lines)
     return dataclasses.replace(result, flags=kept, lines=lines)
+
+
+def _communication(program, text, topology, closed) -> Communication:
+    module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
+    links = roofline.Links(topology.gpu, topology.per_node, shape)
+    found, dtype = hlo.collectives(module, shape), program.config.precision.compute_dtype
+    return communication.communication(module, found, NO_TIMELINE, links, facts.of(program), closed.axis_bytes(), dtype)

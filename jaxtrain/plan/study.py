@@ -31,8 +31,8 @@ class Plan:
     """One config on one cluster.
 
     Attributes:
-      fallback: why nothing was compiled for GPUs, "" if it was; then timeline and communication are None and the ledger has
-        what the closed form and the CPU's partitioner say.
+      fallback: why nothing was compiled for GPUs, and what the plan is made of instead; "" if it was. Then ledger and timeline
+        are None, and communication is as traced, None for very many devices.
       tokens: of a step, over all devices; model_flops: of a step, without recomputation.
     """
 
