@@ -7,8 +7,8 @@ Three sources, each for what it knows:
   or between placements), and whether the state is updated in place. Its program is compiled without optimizing code, for up to
   MAX_COMPILED devices: about 10 s, since layers are a loop.
 - Memory of temporaries and the schedule are the GPU compiler's to know. The CPU's temporaries are shown as what they are, no
-  forecast: it computes in float32, has no fused attention and hides nothing. For Llama-3-8B on 8 devices it takes 17.9 GiB where
-  XLA for the H200 takes 6.7 (remat full), and 43.4 instead of 18.9 (dots). The verdict is the closed form's.
+  forecast: it computes in float32, has no fused attention and hides nothing. For Llama-3-8B on 8 devices it takes 17.9 GiB
+  where XLA for the H200 takes 6.7 (remat full), and 43.4 instead of 18.9 (dots). The verdict is the closed form's.
 """
 
 from __future__ import annotations
@@ -75,12 +75,10 @@ def partitioner_flags(
 
 def _notes(stats: Any, added: tuple) -> tuple[str, ...]:
     gib = {name: getattr(stats, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "alias", "temp")}
-    does = (
-        "adds collectives to the program's own, see below" if added else "adds no collective above 1 MiB to the program's own"
-    )
+    what = "collectives, see below," if added else "no collective above 1 MiB"
     return (
-        f"XLA's partitioner {does}; of {gib['argument']:.2f} GiB of state and batch a device, {gib['alias']:.2f} are updated in "
-        f"place. XLA for CPUs takes {gib['temp']:.2f} GiB for temporaries: no forecast, since it computes in float32 without "
+        f"XLA's partitioner adds {what} to the program's own; of {gib['argument']:.2f} GiB of state and batch a device, "
+        f"{gib['alias']:.2f} are updated in place. XLA for CPUs takes {gib['temp']:.2f} GiB for temporaries: no forecast, since it computes in float32 without "
         "fused attention; XLA for GPUs took less than half in what was compared",
     )
 
