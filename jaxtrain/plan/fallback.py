@@ -78,8 +78,8 @@ def _notes(stats: Any, added: tuple) -> tuple[str, ...]:
     what = "collectives, see below," if added else "no collective above 1 MiB"
     return (
         f"XLA's partitioner adds {what} to the program's own; of {gib['argument']:.2f} GiB of state and batch a device, "
-        f"{gib['alias']:.2f} are updated in place. XLA for CPUs takes {gib['temp']:.2f} GiB for temporaries: no forecast, since "
-        "it computes in float32 without fused attention; XLA for GPUs took less than half in what was compared",
+        f"{gib['alias']:.2f} are updated in place. XLA for CPUs takes {gib['temp']:.2f} GiB for temporaries: no forecast, "
+        "since it computes in float32 without fused attention; XLA for GPUs took less than half in what was compared",
     )
 
 
