@@ -127,8 +127,9 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     waited = hidden = 0.0
     for axis, size in closed.axis_bytes().items():
         on_wire = size / links.rate((axis,))
-        waited += EXPOSED[axis] * on_wire
-        hidden += (1 - EXPOSED[axis]) * on_wire
+        exposed = EXPOSED.get(axis, EXPOSED["data"])
+        waited += exposed * on_wire
+        hidden += (1 - exposed) * on_wire
     host = RATES.host * topology.gpu.host_bytes_per_s
     copied = 2 * closed.host.get("activations", 0) * config.train.accumulation_steps / host
     state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in ("adam_m", "adam_v"))) / host

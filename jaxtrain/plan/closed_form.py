@@ -150,7 +150,7 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     else:
         rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
     # Where the last microbatch stands outside the loop over the others, XLA has the memory of both at once.
-    sets = 2 if accumulates and layout.defers else 1
+    sets = 2 if accumulates and layout.defers and layout.size("pipeline") == 1 else 1
     rows["activations"] = sets * sum(activations.values())
     chunk = min(config.memory.loss_chunk_tokens, shapes.rows * shapes.length)
     rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
