@@ -235,6 +235,17 @@ def test_hsdp_sums_shards_across_data_once():
     assert {c.axes for c in collectives if c.kind in ("all-gather", "reduce-scatter")} == {("fsdp",)}
 
 
+@needs_plugin
+def test_the_last_microbatch_comes_last():
+    """It stands outside the loop over the others; its forward before theirs would keep its activations beside theirs."""
+    compiled = module(*ZERO_1, *EIGHT)
+    whiles = [i for i in compiled.computations[compiled.entry].instructions if i.opcode == "while"]
+    turns = [hlo.trip_count(compiled, compiled.computations[compiled.entry], i) for i in whiles]
+    others = turns.index(6)  # the first stands outside as well: it fetches the weights that all use
+    forwards = [number for number, i in enumerate(whiles) if "forward" in i.op_name]
+    assert len(forwards) == 2 and forwards[0] < others < forwards[1]
+
+
 # What hides it.
 
 

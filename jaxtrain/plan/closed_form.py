@@ -35,7 +35,7 @@ class ClosedForm:
 
     Attributes:
       rows: memory by row of `memory.ROWS`; host: the same of pinned host memory.
-      activations: those of a microbatch kept for the backward, by name, wherever they are.
+      activations: those kept for the backward, by name, wherever they are.
       traffic: (mesh axis, what) -> bytes sent per step.
       mesh: axis -> devices.
     """
@@ -149,13 +149,11 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
         rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
     else:
         rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
-    # Where the last microbatch stands outside the loop over the others, XLA has the memory of both at once.
-    sets = 2 if accumulates and layout.defers and layout.size("pipeline") == 1 else 1
-    rows["activations"] = sets * sum(activations.values())
+    rows["activations"] = sum(activations.values())
     chunk = min(config.memory.loss_chunk_tokens, shapes.rows * shapes.length)
     rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
     rows["batch"] = 4 * 4 * config.train.accumulation_steps * shapes.rows * shapes.length
-    host = _offloaded(config, rows, {name: sets * size for name, size in activations.items()})
+    host = _offloaded(config, rows, activations)
     if "master" in host:  # the device gets copies to work with
         rows["parameters"] = shapes.word * shapes.elements("storage", matrices=True)
     return ClosedForm(rows, host, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})

@@ -188,7 +188,7 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
 WHY = {
     "gradients": "the closed form has the sums alone; at the peak those of the block at work and of the head are whole, too",
     "gathered": "the closed form has the weights of two blocks; the schedule has what it has fetched when memory peaks",
-    "activations": "the closed form has what the policy keeps of one microbatch; those of two may be alive at once",
+    "activations": "the closed form has what the policy keeps; the compiler may have part of it twice, in another layout",
     "parameters": "bfloat16 copies that all microbatches start from; more is a second copy in another layout",
     "logits": "the peak may be elsewhere than in the loss",
     "update": "what the optimizer has at hand at the peak, from the host or computed, not in the closed form",

@@ -52,6 +52,8 @@ def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: boo
             total = slots(not defers) if total is None else total
             (total, sums), _ = jax.lax.scan(one_of_loop, (total, sums), jnp.arange(start, stop))
         if defers and count > 1:
+            # Not before the others: XLA would run its forward first, and keep its activations beside theirs.
+            batch, total = jax.lax.optimization_barrier((batch, total))
             total, (last_sums, _) = differentiate(count - 1, total, last=True)
             sums = jax.tree.map(jnp.add, sums, last_sums)
         return sums, total
