@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 
 from jaxtrain.activations import ACTIVATIONS
+from jaxtrain.pipeline_schedule import SCOPE
 from jaxtrain.plan import hlo
 from jaxtrain.plan.buffers import DEVICE, HOST, Assignment, Buffer, Node, Value
 from jaxtrain.plan.facts import Facts
@@ -229,7 +230,7 @@ class _Books:
         """What an instruction writes into a part of its operand (a dynamic-update-slice's update); None if it does not."""
         nodes = self.assignment.nodes
         if node is None or node.opcode == "dynamic-update-slice":
-            return self.made(nodes[node.operands[1]]) if node else None
+            return self.made(nodes[node.operands[1]], into_loops=True) if node else None
         if node.opcode != "fusion":
             return None
         inner = [n for n in self.inside.get(node.called[0], ()) if n.opcode == "dynamic-update-slice"] if node.called else []
@@ -238,14 +239,17 @@ class _Books:
         source = nodes[inner[0].operands[1]]
         while source.opcode in _RESHAPED:
             source = nodes[source.operands[0]]
-        return self.made(nodes[node.operands[source.parameter]]) if source.opcode == "parameter" else source
+        return self.made(nodes[node.operands[source.parameter]], into_loops=True) if source.opcode == "parameter" else source
 
     def named(self, node: Node) -> Node:
         """The instruction itself, or what XLA's own copy, which has no name, is a copy of."""
         return node if node.op_name else self.made(node)
 
-    def made(self, node: Node) -> Node:
-        """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last."""
+    def made(self, node: Node, into_loops: bool = False) -> Node:
+        """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last.
+
+        into_loops: of what a loop fills part by part, where a part was computed.
+        """
         nodes, assignment = self.assignment.nodes, self.assignment
         part = 0  # of a tuple
         for _ in range(50):
@@ -260,6 +264,9 @@ class _Books:
                 node = nodes[assignment.roots[node.called[0]]]
             elif node.opcode == "parameter" and caller and caller.opcode == "async-start":
                 node = nodes[caller.operands[node.parameter]]
+            elif node.opcode == "while" and into_loops:
+                root = next(r for c in node.called if (r := nodes[assignment.roots[c]]).opcode == "tuple")
+                return self.written(nodes[root.operands[part]]) or node
             else:
                 break
         return node
@@ -307,7 +314,9 @@ def _kept(books: _Books, value: Value):
         return "parameters", f"gathered, of all layers: {written.op_name}"
     if empty:
         return "activations", "not yet filled"
-    return "activations", (written and books.activation_name(written)) or _kept_name(written)
+    name = (written and books.activation_name(written)) or _kept_name(written)
+    # zero_bubble's backward keeps what gradients of weights are products of.
+    return "activations", f"for gradients of weights, {name}" if f"/{SCOPE}backward" in source.op_name else name
 
 
 def _kept_name(written: Node | None) -> str:
