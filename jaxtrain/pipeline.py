@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtrain.model import stack
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.loss import LossSums
+from jaxtrain.model.stash import Stash
 from jaxtrain.model.weights import Stored
 from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Table, forward_only
 from jaxtrain.sharding import Layout, broadcast, index, permute
@@ -64,7 +65,6 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
         stage = index(layout, AXIS)
         weights, ready = _fetched(model.places, weights)
         zeros = model.slots(last)
-        structure = []  # of what a forward keeps for the backward, and the backward for the gradients of weights
 
         def decoder(slots=None, sums=None):
             return model.decoder(weights, slots, sums and {**zeros, **sums}, last, ready)
@@ -72,28 +72,24 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
         def key(microbatch):
             return model.key(step, microbatch)
 
-        def run(x, microbatch, chunk):
-            arguments = _stage(decoder(zeros), batch, key, microbatch, chunk, later)
-            y, kept = stack.forward(arguments[0], x, *arguments[1:])
-            leaves, found = jax.tree.flatten(kept if keep == "blocks" else x)
-            structure[:1] = [found]
-            return y, leaves
+        def run(x, microbatch, chunk, stash=None):
+            """Activations for the next stage, and what is kept: shapes of it, or arrays of the stash that has it."""
+            blocks, *arguments = _stage(decoder(zeros), batch, key, microbatch, chunk, later)
+            if keep == "blocks":
+                return stack.forward(blocks, x, *arguments, stash)
+            return stack.plain(blocks, x, *arguments), stash.put(stash.arrays, x, None) if stash else ((), x)
 
-        def pull(dx, leaves, sums, microbatch, chunk):
-            arguments = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
-            kept = jax.tree.unflatten(structure[0], leaves)
+        def pull(dx, kept, sums, microbatch, chunk, stash=None):
+            """The cotangent for the stage before, gradients, and pairs, if gradients of weights are left for later."""
+            blocks, *arguments = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
             if keep == "input":
-                _, kept = stack.forward(arguments[0], kept, *arguments[1:])
+                _, kept = stack.forward(blocks, kept.take(None) if isinstance(kept, Stash) else kept[1], *arguments)
             if not splits:
-                return *stack.backward(arguments[0], dx, kept, *arguments[1:]), []
-            dx, blocks, pairs = stack.backward_of_inputs(arguments[0], dx, kept, *arguments[1:])
-            leaves, found = jax.tree.flatten(pairs)
-            structure[1:] = [found]
-            return dx, blocks, leaves
+                return *stack.backward(blocks, dx, kept, *arguments), ([], [])
+            return stack.backward_of_inputs(blocks, dx, kept, *arguments, stash)
 
-        def weigh(leaves, sums, microbatch, chunk):
+        def weigh(pairs, sums, microbatch, chunk):
             blocks, stored, _, _ = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
-            pairs = jax.tree.unflatten(structure[1], leaves)
             return stack.backward_of_weights(blocks, pairs, stored, model.multiply)
 
         def embed(microbatch, slots=None, sums=None):
@@ -122,8 +118,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             x = jnp.where((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
 
             def forward(carry):
-                y, leaves = run(x, row.microbatch[0], row.chunk[0])
-                return y, [_put(all, leaf, row.slot[0]) for all, leaf in zip(carry[1], leaves, strict=True)]
+                return run(x, row.microbatch[0], row.chunk[0], Stash(carry[1], row.slot[0], structure))
 
             y, kept = _once("forward", row.kind[0] == FORWARD, forward, (none, kept))
             # Its activation travels while head and backward compute.
@@ -141,9 +136,8 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             dx = jnp.where(at_end, head_dx[row.head_slot[1]], arrived_dx)
 
             def backward(carry):
-                leaves = [all[row.slot[1]] for all in kept]
-                dx_in, blocks, found = pull(dx, leaves, {"blocks": carry[1]}, row.microbatch[1], row.chunk[1])
-                return dx_in, blocks, [_put(all, leaf, row.pair_slot[1]) for all, leaf in zip(carry[2], found, strict=True)]
+                stashes = Stash(kept, row.slot[1], structure), Stash(carry[2], row.pair_slot[1], pair_structure)
+                return pull(dx, stashes[0], {"blocks": carry[1]}, row.microbatch[1], row.chunk[1], stashes[1])
 
             dx, blocks, pairs = _once("backward", row.kind[1] == BACKWARD, backward, (none, blocks, pairs))
             for phase in range(1, row.kind.shape[0]):
@@ -163,20 +157,18 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
                 return blocks
 
             def multiply(blocks):
-                leaves = [all[row.pair_slot[phase]] for all in pairs]
-                return weigh(leaves, {"blocks": blocks}, row.microbatch[phase], row.chunk[phase])
+                stash = Stash(pairs, row.pair_slot[phase], pair_structure)
+                return weigh(stash, {"blocks": blocks}, row.microbatch[phase], row.chunk[phase])
 
             return _once(f"weights_{phase}", row.kind[phase] == WEIGHTS, multiply, blocks)
-
-        def stash(count, like):
-            return [jnp.zeros((count, *leaf.shape), leaf.dtype) for leaf in like]
 
         x = embed(0)
         later = (jax.eval_shape(lambda: x), batch["tokens"].shape[-1]) if splits else None
         none, number = jnp.zeros_like(x), jnp.zeros((), jnp.int32)
         like = jax.eval_shape(run, x, number, number)[1]
         pairs = jax.eval_shape(pull, x, like, {"blocks": zeros["blocks"]}, number, number)[2]
-        kept, pairs, [head_dx] = stash(table.slots, like), stash(table.pair_slots, pairs), stash(table.head_slots, [x])
+        (kept, structure), (pairs, pair_structure) = Stash.room(table.slots, like), Stash.room(table.pair_slots, pairs)
+        head_dx = jnp.zeros((table.head_slots, *x.shape), x.dtype)
         outer = {name: tree for name, tree in zeros.items() if name != "blocks"}
         losses = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
         start = (none, x, none, kept, pairs, head_dx, (zeros["blocks"], outer), losses)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.memory import Remat
+from jaxtrain.model.stash import Stash
 from jaxtrain.model.weights import Pair, Weight, fetch, is_stored
 
 
@@ -143,12 +144,16 @@ def run(stack: Stack, x: Any, stored: Any, after: Any, of_layers: Any, shared: A
     return x, jax.tree.map(fetch, after, stack.after, is_leaf=is_stored), out, None
 
 
-def _forward(stack, x, stored, of_layers, shared, keep):
+def _forward(stack, x, stored, of_layers, shared, keep, stash=None):
+    """x; the weights of the last block; what the loop keeps or gives out, and fetched weights; of the last block outside it.
+
+    With a stash, what would be kept is put into it, and its arrays come instead.
+    """
     every, ahead = stack.remat.every if keep else 1, stack.ahead("forward", stored)
     copies = keep and stack.keeps(stored)
 
     def blocks(carry, group):
-        (x, weights, copy), outs = carry, []
+        (x, weights, copy, room), outs = carry, []
         for turn in range(every):
             number = group * every + turn
             mine = weights if ahead else stack.fetch(stored, number)
@@ -161,7 +166,9 @@ def _forward(stack, x, stored, of_layers, shared, keep):
             else:
                 x, out = stack.block(x, mine, stack.layer(of_layers, number), shared)
             outs.append(out)
-        return (x, weights, copy), (outs if keep else outs[0])
+        if stash:
+            room, outs = stash.put(room, outs, None if isinstance(group, int) else group), None
+        return (x, weights, copy, room), (outs if keep else outs[0])
 
     loops = stack.loops(stored, every)
     with jax.named_scope("forward"):
@@ -169,13 +176,13 @@ def _forward(stack, x, stored, of_layers, shared, keep):
         if copies:
             shapes = jax.eval_shape(lambda: stack.fetch(stored, 0))
             copy = jax.tree.map(lambda w: jnp.zeros((stack.count, *w.value.shape), w.value.dtype), shapes, is_leaf=_is_weight)
-        start = (x, stack.fetch(stored, 0) if ahead else None, copy)
+        start = (x, stack.fetch(stored, 0) if ahead else None, copy, stash and stash.arrays)
         carry, rest = jax.lax.scan(blocks, start, jnp.arange(loops))
         last = None
         if loops * every < stack.count:
             carry, last = blocks(carry, loops)
-    x, weights, copy = carry
-    return x, weights, (rest, copy), last
+    x, weights, copy, room = carry
+    return x, weights, (room if stash else rest, copy), last
 
 
 def _forward_and_keep(stack, x, stored, after, of_layers, shared):
@@ -204,10 +211,17 @@ def _backward(stack, residuals, cotangents):
 run.defvjp(_forward_and_keep, _backward)
 
 
-def forward(stack: Stack, x: Any, stored: Any, of_layers: Any, shared: Any) -> tuple[Any, Any]:
-    """x through all blocks, and what `backward` needs beside the other arguments. For schedules of their own (pipelines)."""
-    x, _, (kept, _), last = _forward(stack, x, stored, of_layers, shared, keep=True)
-    return x, (kept, last)
+def _taken(kept: Any) -> tuple[Any, Any, Callable]:
+    """What the loop gets with its groups, what is kept of the last block, and how to make of the former what was kept."""
+    if isinstance(kept, Stash):
+        return None, kept.last, lambda group, _: kept.take(group)
+    return *kept, lambda _, kept: kept
+
+
+def forward(stack: Stack, x: Any, stored: Any, of_layers: Any, shared: Any, stash: Stash | None = None) -> tuple[Any, Any]:
+    """x through all blocks, and what `backward` needs beside the other arguments, or the arrays of a stash that has it."""
+    x, _, (kept, _), last = _forward(stack, x, stored, of_layers, shared, keep=True, stash=stash)
+    return x, kept if stash else (kept, last)
 
 
 def plain(stack: Stack, x: Any, stored: Any, of_layers: Any, shared: Any) -> Any:
@@ -221,16 +235,21 @@ def backward(stack: Stack, dx: Any, kept: Any, stored: Any, of_layers: Any, shar
     return dx, sums
 
 
-def backward_of_inputs(stack: Stack, dx: Any, kept: Any, stored: Any, of_layers: Any, shared: Any) -> tuple[Any, Any, Any]:
+def backward_of_inputs(
+    stack: Stack, dx: Any, kept: Any, stored: Any, of_layers: Any, shared: Any, stash: Stash | None = None
+) -> tuple[Any, Any, Any]:
     """As `backward` where gradients of matrices are left for later (`stack.later`).
 
-    Returns: the cotangent of x; gradients, those of matrices as they were before; the pairs for `backward_of_weights`.
+    Returns: the cotangent of x; gradients, those of matrices as they were before; the pairs for `backward_of_weights`, or the
+    arrays of a stash that has them.
     """
-    (kept, last), every = kept, stack.remat.every
+    kept, last, taken = _taken(kept)
+    every = stack.remat.every
     matrices = jax.tree.map(lambda place: place.matrix, stack.places)
 
     def blocks(carry, xs):
-        (dx, sums), (group, kept), pairs = carry, xs, []
+        (dx, sums, room), (group, kept), pairs = carry, xs, []
+        kept = kept if isinstance(group, int) else taken(group, kept)
         for turn in reversed(range(every)):
             number, found = group * every + turn, {}
             mine = stack.fetch(stored, number)
@@ -239,15 +258,17 @@ def backward_of_inputs(stack: Stack, dx: Any, kept: Any, stored: Any, of_layers:
                 found |= gradients
             sums = stack.put_all(sums, stack.sums(_only(found, matrices, False), sums, stored, number), number)
             pairs.append(_only(found, matrices, True))
-        return (dx, sums), pairs
+        if stash:
+            room, pairs = stash.put(room, pairs, None if isinstance(group, int) else group), None
+        return (dx, sums, room), pairs
 
     loops, last_pairs = stack.loops(stored, every), None
     with jax.named_scope("backward"):
-        carry = dx, jax.tree.map(lambda s: s.earlier, stored, is_leaf=is_stored)
+        carry = dx, jax.tree.map(lambda s: s.earlier, stored, is_leaf=is_stored), stash and stash.arrays
         if last is not None:
             carry, last_pairs = blocks(carry, (loops, last))
-        (dx, sums), pairs = jax.lax.scan(blocks, carry, (jnp.arange(loops), kept), reverse=True)
-    return dx, sums, (pairs, last_pairs)
+        (dx, sums, room), pairs = jax.lax.scan(blocks, carry, (jnp.arange(loops), kept), reverse=True)
+    return dx, sums, room if stash else (pairs, last_pairs)
 
 
 def backward_of_weights(stack: Stack, pairs: Any, stored: Any, multiply: Callable) -> Any:
@@ -256,10 +277,12 @@ def backward_of_weights(stack: Stack, pairs: Any, stored: Any, multiply: Callabl
     Args:
       multiply: `(pair, row-parallel) -> ` float32 gradient of a matrix as it is fetched.
     """
-    (pairs, last), every = pairs, stack.remat.every
+    pairs, last, taken = _taken(pairs)
+    every = stack.remat.every
 
     def blocks(sums, xs):
         group, pairs = xs
+        pairs = pairs if isinstance(group, int) else taken(group, pairs)
         for turn, found in zip(reversed(range(every)), pairs, strict=True):
             number = group * every + turn
             rows = _like(jax.tree.map(lambda place: place.row, stack.places), found)
@@ -281,7 +304,7 @@ def _pull(stack, dx, kept, stored, loops, of_layers, shared, weights=None, besid
     Args:
       loops: groups of blocks that were in the loop; weights: those of the last block, if they are at hand.
     """
-    kept, last = kept
+    kept, last, taken = _taken(kept)
     every, ahead = stack.remat.every, stack.ahead("backward", stored)
 
     def sums_of(stored):
@@ -292,6 +315,7 @@ def _pull(stack, dx, kept, stored, loops, of_layers, shared, weights=None, besid
 
     def blocks(carry, xs):
         (dx, weights, waiting, sums), (group, kept) = carry, xs
+        kept = kept if isinstance(group, int) else taken(group, kept)
         for turn in reversed(range(every)):
             number = group * every + turn
             mine = weights if ahead else stack.fetch(stored, number)
