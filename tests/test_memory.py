@@ -79,7 +79,8 @@ def test_state_stays_on_the_host(rule, tmp_path):
             states[number], metrics = p.train_step(states[number], tokens, np.float32(0.01))
     assert kinds(states[0].params) == kinds(states[0].opt_state) == {"pinned_host"}
     assert offloaded.train_step._cache_size() == 1
-    assert_close(states[0].params, host(states[1].params), 1e-5)
+    # Adam divides by the root of small moments: where the host rounds differently, a table's rows differ by more than an ulp.
+    assert_close(states[0].params, host(states[1].params), 5e-5)
     assert_close(states[0].opt_state, host(states[1].opt_state), 1e-4)
     assert float(metrics["grad_norm"]) > 0
     if rule != "adamw":

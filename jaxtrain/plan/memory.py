@@ -338,7 +338,7 @@ def _loss(books: _Books, value: Value):
 
 
 def _weight(books: _Books, value: Value):
-    if not (found := books.facts.weight(value.dims)):
+    if not (found := books.facts.weight(value.dims)) or "dot_product_attention" in value.node.op_name:
         return None
     letters = re.findall(r"(?:^|/)[A-Za-z]+,[A-Za-z]+->([A-Za-z]+)(?:/|$)", value.node.op_name)
     if letters:  # a product: of tokens, unless its result has no dimension of tokens
