@@ -9,6 +9,7 @@ import math
 
 import ml_collections
 
+from jaxtrain import context
 from jaxtrain.settings import SETTINGS
 from jaxtrain.validate import AXES, BYTE_VOCAB
 
@@ -40,6 +41,7 @@ def shrink(config: ml_collections.ConfigDict, max_devices: int = 8) -> ml_collec
     _shrink_model(config.model, small.model, mesh, sizes, parts)
     if config.memory.remat_every_blocks > 1:
         small.memory.remat_every_blocks = small.model.num_layers // parts
+    _shrink_context(small, sizes)
     _shrink_rows(config, small, sizes)
     # As large a share of a weight as in the model itself: initial weights are larger here.
     small.optimizer.learning_rate *= small.model.init_stddev / config.model.init_stddev
@@ -84,7 +86,7 @@ def _shown(value) -> str:
 def _shrink_model(model, small, mesh: dict[str, int], sizes: dict[str, int], parts: int) -> None:
     """`mesh`: the user's; parts: pipeline stages, virtual ones."""
     tensor = mesh["tensor"]
-    small.embed_dim = max(16, 8 * sizes["fsdp"])
+    small.embed_dim = max(16, 8 * sizes["fsdp"] * sizes["sequence"])
     small.mlp_dim = 12 * sizes["tensor"]
     small.head_dim = min(model.head_dim, 8 - model.head_dim % 2)
     if model.attention_scale:
@@ -119,6 +121,15 @@ def _shrink_heads(group: int, kv_heads: int, tensor: int, small_tensor: int) -> 
     return small_tensor // small_repeat, small_group
 
 
+def _shrink_context(small, sizes: dict[str, int]) -> None:
+    """Ulysses by pairs where a ring goes on; heads as many as it takes."""
+    if small.sharding.context_ulysses_devices:
+        small.sharding.context_ulysses_devices = min(small.sharding.context_ulysses_devices, max(sizes["sequence"] // 2, 1))
+    group = context.resolve(small, sizes["sequence"], sizes["tensor"]).group
+    if not context.exchanges(*context.own_heads(small.model, sizes["tensor"]), group):
+        small.model.update(num_kv_heads=small.model.num_kv_heads * group, num_heads=small.model.num_heads * group)
+
+
 def _shrink_vocabulary(model, ways: int, small_ways: int) -> tuple[int, int]:
     """(vocab_size, vocab_pad_multiple): padded or not as before; a device of nothing but padding stays one."""
     padding = -model.vocab_size % model.vocab_pad_multiple
@@ -135,7 +146,8 @@ def _shrink_vocabulary(model, ways: int, small_ways: int) -> tuple[int, int]:
 def _shrink_rows(config, small, sizes: dict[str, int]) -> None:
     data, model = config.data, config.model
     parts = sizes["sequence"] * sizes["tensor"]
-    length = -(-24 // parts) * parts
+    unit = math.lcm(parts, 2 * sizes["sequence"])  # an early and a late half on every device
+    length = -(-24 // unit) * unit
     small.data.seq_len_tokens = length
     small.model.max_len_tokens = length + (8 if model.max_len_tokens > data.seq_len_tokens else 0)
     if model.sliding_window_tokens:

@@ -81,20 +81,41 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             1, "Pipeline stages; model.num_layers divides over them. The slowest link serves them well.", low=-1
         ),
         "data": Setting(-1, "Data-parallel replicas. One axis may be -1: whatever devices are left.", low=-1),
-        "fsdp": Setting(1, "Devices that share one copy of the sharded state.", low=-1),
+        "fsdp": Setting(1, "Devices that share one copy of the sharded state; those of sequence share it too.", low=-1),
         "expert": Setting(1, "Expert parallelism. Only 1 is supported so far.", low=-1),
-        "sequence": Setting(1, "Devices that share one row's positions; keys and values are gathered.", low=-1),
+        "sequence": Setting(1, "Devices that share one row's positions; attention by sharding.context_method.", low=-1),
         "tensor": Setting(1, "Megatron tensor parallelism; keep it inside a node.", low=-1),
     },
     "sharding": {
         "zero_stage": Setting(
             3,
-            "What is sharded over fsdp. 0: nothing (DDP); 1: float32 weights and optimizer state; 2: gradient sums as well, "
-            "reduced each microbatch; 3: the working weights too, gathered block by block.",
+            "What is sharded over fsdp and sequence. 0: nothing (DDP); 1: float32 weights and optimizer state; 2: gradient "
+            "sums as well, reduced each microbatch; 3: the working weights too, gathered block by block.",
             choices=(0, 1, 2, 3),
         ),
         "sequence_parallel": Setting(
             True, "With tensor > 1: between blocks, positions are split over tensor; halves its traffic and saves activations."
+        ),
+        "context_method": Setting(
+            "auto",
+            "With sequence > 1, how attention sees the whole row. ring: keys and values travel from device to device; "
+            "all_gather: each device gathers those of the whole row; ulysses: each gets all positions of some heads; "
+            "ulysses_ring: ulysses among context_ulysses_devices neighbours, a ring across. auto: ring, but all_gather with "
+            "model.dropout_attention (its masks need all keys of a query at once) or pipeline > 1 (a ring's permutes join all "
+            "devices, but stages do different things at a time).",
+            choices=("auto", "ring", "all_gather", "ulysses", "ulysses_ring"),
+        ),
+        "context_placement": Setting(
+            "zigzag",
+            "With sequence > 1, which positions a device has. zigzag: an early and a late part of the row, so that under "
+            "causal order all have the same work; contiguous: one part, and the last device has the most work.",
+            choices=("zigzag", "contiguous"),
+        ),
+        "context_ulysses_devices": Setting(
+            0,
+            "With ulysses_ring: neighbours that exchange heads, best those of a node; 0: the most that divide both sequence "
+            "and a device's key/value heads.",
+            low=0,
         ),
     },
     "pipeline": {

@@ -22,20 +22,24 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.context import Context, resolve
 from jaxtrain.heads import HeadLayout, head_layout
 from jaxtrain.validate import AXES
 
 Dims = tuple[str | None, ...]
 
-# Dimension of a weight -> axes. `fsdp` is kept only in the placements that the ZeRO stage shards.
+# Axes whose devices share one copy of the sharded state. Those of `sequence` have other tokens, as those of `fsdp` do; without
+# them the state would grow with the devices that share a row.
+STATE_AXES = ("fsdp", "sequence")
+# Dimension of a weight -> axes. `STATE_AXES` are kept only in the placements that the ZeRO stage shards.
 WEIGHT_RULES: dict[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
     "vocab": ("pipeline", "tensor"),  # stages share its work: none of them has more than the others
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
-    "embed": ("fsdp",),
-    "lookup": ("fsdp",),  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
+    "embed": STATE_AXES,
+    "lookup": STATE_AXES,  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
     "head_dim": (),
     "position": (),
     "vector": (),  # norm scales and biases of the residual: whole everywhere, too small to send in pieces
@@ -74,6 +78,7 @@ class Layout:
     reduce_dtype: str = "float32"  # in which gradients cross the network
     collective_matmul: bool = False  # tensor-parallel products and their collectives in ring steps
     virtual_stages: int = 1  # of each pipeline stage
+    context: Context = Context()  # how rows lie over `sequence`
 
     def size(self, *axes: str) -> int:
         """Devices along mesh axes."""
@@ -111,7 +116,7 @@ class Layout:
     @property
     def defers(self) -> bool:
         """Whether the sum of gradients over some devices waits for the last microbatch of a step."""
-        at_once = {"fsdp"} if "gradient" in ZERO_STAGES[self.zero_stage] else set()
+        at_once = set(STATE_AXES) if "gradient" in ZERO_STAGES[self.zero_stage] else set()
         return self.size(*(axis for axis in TOKEN_AXES if axis not in at_once)) > 1
 
     def divided(self, dim: str) -> bool:
@@ -191,6 +196,7 @@ def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
         config.precision.reduce_dtype,
         ring and wanted is not False,
         config.pipeline.virtual_stages,
+        resolve(config, mesh.shape["sequence"], tensor),
     )
 
 
@@ -246,19 +252,36 @@ def pmax(layout: Layout, x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.pmax(x, axes) if axes else x
 
 
-def all_gather(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The parts of all devices along an axis, joined along a dimension."""
-    return jax.lax.all_gather(x, axis, axis=dim, tiled=True) if layout.size(axis) > 1 else x
+def all_gather(layout: Layout, x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """The parts of all devices along an axis, or several, joined along a dimension."""
+    axes = _used(layout, axes)
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
-def reduce_scatter(layout: Layout, x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The sum over the devices along an axis, of which each keeps its part along a dimension."""
-    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True) if layout.size(axis) > 1 else x
+def reduce_scatter(layout: Layout, x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """The sum over the devices along an axis, or several, of which each keeps its part along a dimension."""
+    axes = _used(layout, axes)
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
-def all_to_all(layout: Layout, x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
-    """Part i along `split` goes to device i of an axis; what arrives is joined along `join`."""
-    return jax.lax.all_to_all(x, axis, split, join, tiled=True) if layout.size(axis) > 1 else x
+def all_to_all(
+    layout: Layout, x: jax.Array, axes: str | Sequence[str], split: int, join: int, group: int | None = None
+) -> jax.Array:
+    """Part i along `split` goes to device i of an axis, or of several; what arrives is joined along `join`.
+
+    group: among so many neighbours along the axis, None: all.
+    """
+    axes = _used(layout, axes)
+    if not axes or group == 1:
+        return x
+    ways, groups = layout.size(*axes), None
+    if group not in (None, ways):
+        groups = [list(range(first, first + group)) for first in range(0, ways, group)]
+    return jax.lax.all_to_all(x, axes, split, join, axis_index_groups=groups, tiled=True)
+
+
+def _used(layout, axes):
+    return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if layout.size(axis) > 1)
 
 
 def permute(layout: Layout, x: jax.Array, axis: str, by: int) -> jax.Array:

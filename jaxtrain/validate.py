@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import ml_collections
 
-from jaxtrain import pipeline_schedule
+from jaxtrain import context, pipeline_schedule
 from jaxtrain.activations import ACTIVATIONS, KEPT, STATE_GROUPS
 from jaxtrain.config import ConfigError
 
@@ -79,7 +79,7 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
     sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
     found += _model_problems(config.model) + _layout_problems(config, sizes) + _step_problems(config)
     found += _pipeline_problems(config, sizes["pipeline"])
-    return found + _data_problems(config, sizes) + _run_problems(config)
+    return found + _data_problems(config, sizes) + _context_problems(config, sizes) + _run_problems(config)
 
 
 def _model_problems(model: ml_collections.ConfigDict) -> list[str]:
@@ -123,11 +123,11 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
             f"nearest tensor sizes: {_nearest_text(tensor, model.num_kv_heads)}, "
             f"or a divisor of {model.num_kv_heads}: {_divisors_text(model.num_kv_heads, tensor)}"
         )
-    if config.sharding.zero_stage and model.embed_dim % fsdp:
-        found.append(
-            _indivisible("model.embed_dim", model.embed_dim, "mesh.fsdp", fsdp)
-            + f", or mesh.fsdp {_divisors_text(model.embed_dim, fsdp)}"
-        )
+    sharers = fsdp * sizes["sequence"]
+    if config.sharding.zero_stage and model.embed_dim % sharers:
+        by = "mesh.fsdp" if sizes["sequence"] == 1 else "mesh.fsdp x sequence"
+        fitting = f", or {by} {_divisors_text(model.embed_dim, sharers)}"
+        found.append(_indivisible("model.embed_dim", model.embed_dim, by, sharers) + fitting)
     return found
 
 
@@ -203,14 +203,7 @@ def _step_problems(config: ml_collections.ConfigDict) -> list[str]:
 
 def _data_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:
     data, model, found = config.data, config.model, []
-    if data.seq_len_tokens % sizes["sequence"]:
-        found.append(_indivisible("data.seq_len_tokens", data.seq_len_tokens, "mesh.sequence", sizes["sequence"]))
-    parts = sizes["sequence"] * sizes["tensor"]
-    if config.sharding.sequence_parallel and not data.seq_len_tokens % sizes["sequence"] and data.seq_len_tokens % parts:
-        found.append(
-            _indivisible("data.seq_len_tokens", data.seq_len_tokens, "mesh.sequence x tensor", parts)
-            + " (or sharding.sequence_parallel=False)"
-        )
+    found += _length_problems(config, sizes)
     ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     per_step = ways * config.train.accumulation_steps
     if data.global_batch_rows % per_step:
@@ -224,6 +217,62 @@ def _data_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> 
     if data.tokenizer == "byte" and model.vocab_size < BYTE_VOCAB:
         found.append(f"model.vocab_size: the byte tokenizer has {BYTE_VOCAB} ids, got {model.vocab_size}")
     return found
+
+
+def _context_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:
+    """What the method and placement on the sequence axis need."""
+    model, settings = config.model, config.sharding
+    sequence, tensor, method, found = sizes["sequence"], sizes["tensor"], context.method(config), []
+    asked = settings.context_ulysses_devices
+    if asked and method != "ulysses_ring":
+        found.append(f"sharding.context_ulysses_devices: only context_method=ulysses_ring uses it, got {asked}; set 0")
+    if method != "all_gather" and model.dropout_attention and config.mesh.sequence != 1:
+        found.append(
+            f"sharding.context_method: {method} cannot honour model.dropout_attention={model.dropout_attention} (its masks "
+            "need all keys of a query at once); use all_gather or auto"
+        )
+    if sequence == 1 or (model.num_kv_heads < tensor and tensor % model.num_kv_heads):
+        return found
+    if method == "ulysses_ring" and asked and sequence % asked:
+        nearest = _divisors_text(sequence, asked)
+        return [
+            *found,
+            f"sharding.context_ulysses_devices: {asked} does not divide mesh.sequence={sequence}; nearest: {nearest}",
+        ]
+    layout = context.resolve(config, sequence, tensor)
+    if layout.method == "ring" and layout.ring > 1 and sizes["pipeline"] > 1:
+        found.append(
+            f"sharding.context_method: {method} cannot run in mesh.pipeline={sizes['pipeline']} stages, which do different "
+            "things at a time while its permutes join all devices; use all_gather, ulysses or auto"
+        )
+    heads, group = context.own_heads(model, tensor)
+    if not context.exchanges(heads, group, layout.group):
+        fitting = [d for d in range(1, sequence + 1) if sequence % d == 0 and context.exchanges(heads, group, d)]
+        found.append(
+            f"sharding.context_method: {method} over {layout.group} devices cannot share a device's {heads} key/value heads of "
+            f"{group} query heads evenly; ulysses_ring with context_ulysses_devices={' or '.join(map(str, fitting))}, or ring"
+        )
+    return found
+
+
+def _length_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:
+    """Whether rows can be cut: into equal parts over sequence, even ones under zig-zag placement, and each over tensor."""
+    sequence, tensor, length = sizes["sequence"], sizes["tensor"], config.data.seq_len_tokens
+    resolvable = config.model.num_kv_heads >= tensor or tensor % config.model.num_kv_heads == 0
+    parts = sequence * (1 + (resolvable and context.resolve(config, sequence, tensor).zigzag))
+    if length % parts:
+        if parts == sequence:
+            return [_indivisible("data.seq_len_tokens", length, "mesh.sequence", sequence)]
+        hint = "" if length % sequence else " (or sharding.context_placement=contiguous)"
+        return [
+            f"data.seq_len_tokens: {length} does not divide over mesh.sequence={sequence} in zig-zag placement, into {parts} "
+            f"parts; nearest: {_nearest_text(length, parts)}{hint}"
+        ]
+    if config.sharding.sequence_parallel and length % (sequence * tensor):
+        nearest = f"{_nearest_text(length, math.lcm(sequence * tensor, parts))} (or sharding.sequence_parallel=False)"
+        by = f"mesh.sequence x tensor={sequence * tensor}"
+        return [f"data.seq_len_tokens: {length} does not divide over {by}; nearest: {nearest}"]
+    return []
 
 
 def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
@@ -261,10 +310,13 @@ def cudnn_refusal(config: ml_collections.ConfigDict) -> str | None:
         return f"model.dropout_attention={model.dropout_attention} (its masks would depend on the mesh)"
     if model.head_dim % 8 or model.head_dim > 256:
         return f"model.head_dim={model.head_dim} (a multiple of 8 up to 256)"
-    if config.mesh.sequence != 1:
-        return f"mesh.sequence={config.mesh.sequence}"
-    if "attention" in config.memory.offload:
-        return "memory.offload=attention (it keeps output and log-sum-exp itself)"
+    if config.mesh.sequence == 1:
+        if "attention" in config.memory.offload:
+            return "memory.offload=attention (it keeps output and log-sum-exp itself)"
+    elif context.method(config) == "all_gather":
+        return f"mesh.sequence={config.mesh.sequence} with sharding.context_method=all_gather (a mask of all keys)"
+    elif model.sliding_window_tokens:
+        return f"model.sliding_window_tokens={model.sliding_window_tokens} with mesh.sequence={config.mesh.sequence}"
     return None
 
 

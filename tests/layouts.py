@@ -1,8 +1,9 @@
 """The layouts and models that test_layouts*.py compare with one device, and the comparison.
 
 Layouts: {ZeRO 0, 1, 2, 3, HSDP} x tensor {1, 2, 4} x accumulation {1, 4} on eight devices (HSDP over tensor=4 would need
-sixteen), and rows split over `sequence`. Settings that must change no number (remat, prefetch, collective matmul, sequence
-parallelism) and the models vary from layout to layout. Documents are always packed, the vocabulary never divides.
+sixteen), and rows split over `sequence` by each method. Settings that must change no number (remat, prefetch, collective
+matmul, sequence parallelism) and the models vary from layout to layout. Documents are always packed, the vocabulary never
+divides.
 """
 
 from __future__ import annotations
@@ -82,7 +83,46 @@ def _layouts() -> dict[str, dict]:
                 name = f"{'hsdp' if stage == 'hsdp' else f'zero {stage}'}, tensor {tensor}, accumulation {count}"
                 model = "tied" if (number + place) % 2 and tensor < 4 else "untied"
                 found[name] = (OTHER_MODELS.get(name, model), changes)
-    found["sequence 2, tensor 2"] = ("everything", dict(mesh__data=2, mesh__sequence=2, mesh__tensor=2))
+
+    def over_sequence(name, model, **changes):
+        found[name] = (model, dict(mesh__data=1, mesh__tensor=1) | changes)
+
+    over_sequence(
+        "data 2, sequence 4, ring",
+        "untied",
+        mesh__data=2,
+        mesh__sequence=4,
+        memory__remat="names",
+        memory__keep=("attention",),
+    )
+    over_sequence(
+        "sequence 8, ulysses and ring",
+        "untied",
+        mesh__sequence=8,
+        sharding__context_method="ulysses_ring",
+        sharding__context_ulysses_devices=2,
+        sharding__zero_stage=1,
+        train__accumulation_steps=2,
+        memory__remat="full",
+    )
+    over_sequence(
+        "sequence 2, tensor 2, fsdp 2, contiguous ring",
+        "everything",
+        mesh__sequence=2,
+        mesh__tensor=2,
+        mesh__fsdp=2,
+        sharding__context_placement="contiguous",
+        sharding__zero_stage=2,
+    )
+    # Attention dropout: auto takes all_gather, in zig-zag placement.
+    over_sequence(
+        "sequence 2, tensor 2, all-gather",
+        "dropout",
+        mesh__data=2,
+        mesh__sequence=2,
+        mesh__tensor=2,
+        memory__remat="none",
+    )
     return found
 
 

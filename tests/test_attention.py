@@ -11,8 +11,8 @@ from jaxtrain.config import ConfigError, default_config
 from jaxtrain.heads import head_layout
 from jaxtrain.model import rope
 from jaxtrain.model.attention import blockwise, dispatch, reference
-from jaxtrain.model.attention.block import whole_row
-from jaxtrain.model.attention.mask import visible
+from jaxtrain.model.attention.gather import natural, whole_row
+from jaxtrain.model.attention.mask import Positions, visible
 from jaxtrain.sharding import all_gather, index, make_layout, per_device
 
 B, T, K, G, H = 2, 24, 2, 3, 8
@@ -22,6 +22,7 @@ def layout_of(**mesh):
     config = default_config()
     config.mesh.update({"data": 1} | mesh)
     config.model.update(num_kv_heads=K, num_heads=K * G)
+    config.sharding.update(context_method="all_gather", context_placement="contiguous")  # test_ring.py has the others
     return make_layout(config, meshes.build(config, jax.devices()[: int(np.prod(list(mesh.values())))]))
 
 
@@ -51,16 +52,18 @@ def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5):
 def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8):
     layout = layout or layout_of()
     if backend == "reference":
-        mask = visible(jnp.arange(T), jnp.arange(T), jnp.asarray(segments), jnp.asarray(segments), window)
+        positions = Positions(jnp.arange(T), jnp.asarray(segments))
+        mask = visible(positions, positions, window)
         return reference.attend(q, k, v, mask, H**-0.5, softcap)
     settings = blockwise.Settings(H**-0.5, softcap, block)
     queries, keys = ("activation", ("batch", "length", "heads", None, None)), ("activation", ("batch", "length", "heads", None))
 
     def device(q, k, v, segments, window):
-        start = index(layout, "sequence") * q.shape[1]
-        key_segments = all_gather(layout, segments, "sequence", 1)
+        length = q.shape[1]
+        queries = Positions(layout.context.places(index(layout, "sequence"), jnp.arange(length), length), segments)
+        keys = Positions(jnp.arange(T), natural(all_gather(layout, segments, "sequence", 1), layout))
         k, v = whole_row(k, layout), whole_row(v, layout)
-        return (blockwise.attend(q, k, v, segments, key_segments, start, window, settings),)
+        return (blockwise.attend(q, k, v, queries, keys, window, settings),)
 
     @jax.custom_vjp
     def attend(q, k, v):
@@ -139,10 +142,10 @@ def test_large_scores_do_not_overflow(backend):
 def test_blockwise_holds_no_full_scores():
     length = 512
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, length, 1, 1, 8), (1, length, 1, 8), (1, length, 1, 8))]
-    segments = jnp.ones((1, length), jnp.int32)
+    row = Positions(jnp.arange(length), jnp.ones((1, length), jnp.int32))
 
     def loss(q, k, v, block):
-        return blockwise.attend(q, k, v, segments, segments, 0, 0, blockwise.Settings(1.0, 0.0, block)).sum()
+        return blockwise.attend(q, k, v, row, row, 0, blockwise.Settings(1.0, 0.0, block)).sum()
 
     def temporaries(block):
         lowered = jax.jit(jax.grad(lambda *a: loss(*a, block), (0, 1, 2))).lower(*shapes)
@@ -152,14 +155,15 @@ def test_blockwise_holds_no_full_scores():
 
 
 def test_blocks_in_the_future_are_not_computed():
-    """NaN keys in blocks that causal order or the window hides do not reach the output: they are skipped, not masked."""
+    """NaN values in blocks that causal order or the window hides: computed, they would spread from a weight of zero."""
     q, k, v, segments = inputs(6)
     segments[:] = 1
-    k[:, 16:] = np.nan
+    v[:, 16:] = np.nan
     function = jax.jit(lambda q, k, v, window: run("blockwise", q, k, v, segments, window))
-    assert np.isfinite(function(q, k, v, 0)[:, :16]).all()
-    k[:, :8] = np.nan
-    k[:, 16:] = 0.0
+    out = function(q, k, v, 0)
+    assert np.isfinite(out[:, :16]).all() and np.isnan(out[:, 16:]).all()
+    v[:, :8] = np.nan
+    v[:, 16:] = 0.0
     assert np.isfinite(function(q, k, v, 4)[:, 16:]).all()
 
 

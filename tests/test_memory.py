@@ -51,7 +51,7 @@ def test_policies_keep_less_in_order():
     @functools.cache
     def temporaries(**settings):
         # Blocks large beside the head, so that the peak is what they keep.
-        model = dict(num_layers=12, mlp_dim=96, num_heads=8, head_dim=16)
+        model = dict(num_layers=24, mlp_dim=96, num_heads=8, head_dim=16)
         c = config(**{f"model__{key}": value for key, value in model.items()}, data__seq_len_tokens=64, **settings)
         p = program(c)
         return p.train_step.lower(*p.abstract_step_arguments()).compile().memory_analysis().temp_size_in_bytes

@@ -20,6 +20,8 @@ PRESETS = {
     "bench_tiny": (None, 1),
     "llama3_1b": (1_235_814_400, 8),
     "llama3_8b": (8_030_261_248, 8),
+    "llama3_8b_128k": (8_030_261_248, 8),
+    "llama3_8b_1m": (8_030_261_248, 64),
     "llama3_70b": (70_553_706_496, 64),
     "llama3_405b": (405_853_388_800, 512),
     "qwen3_0_6b": (596_049_920, 8),
@@ -79,7 +81,7 @@ def test_planned_memory_is_the_arithmetic(name):
     assert params == pytest.approx(size, rel=5e-3)
     assert float(gigabytes) == round(16 * size / shards / 1e9, digits)
     if name in BIG:
-        assert shards == config.mesh.fsdp * config.mesh.tensor
+        assert shards == config.mesh.fsdp * config.mesh.sequence * config.mesh.tensor
         count, gpu = re.search(r"Hardware (\d+) x ([\w ]+?)(?:,| \()", doc(name)).groups()
         assert int(count) == devices
         assert hardware.find(gpu) and 16 * size / shards < 0.5 * hardware.find(gpu).memory_bytes  # leaves room for activations
@@ -88,7 +90,8 @@ def test_planned_memory_is_the_arithmetic(name):
 @pytest.mark.parametrize("name", BIG)
 def test_planned_block_inputs_are_the_arithmetic(name):
     config, devices = load(name), PRESETS[name][1]
-    rows = config.data.global_batch_rows // config.train.accumulation_steps // (devices // config.mesh.tensor)
+    ways = devices // config.mesh.sequence // config.mesh.tensor
+    rows = config.data.global_batch_rows // config.train.accumulation_steps // ways
     words = {1: "one row", 2: "two rows", 4: "four rows", 64: "64 rows"}
     assert f"of {words[rows]} of {config.data.seq_len_tokens} tokens" in doc(name)
     if config.memory.remat == "full":

@@ -22,7 +22,7 @@ def layout_of(**changes):
 
 def test_a_stage_is_which_placements_carry_fsdp():
     up = ("embed", "mlp")
-    whole, sharded = PartitionSpec(None, "tensor"), PartitionSpec("fsdp", "tensor")
+    whole, sharded = PartitionSpec(None, "tensor"), PartitionSpec(("fsdp", "sequence"), "tensor")
     for stage, placements in ZERO_STAGES.items():
         layout = layout_of(mesh__fsdp=2, mesh__tensor=2, sharding__zero_stage=stage)
         for placement in ("storage", "optimizer", "gradient", "working"):

@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # Module or package under jaxtrain: its layer. A module may import from its own layer or from lower ones.
 LAYERS = {
-    0: "activations settings config nearest validate errors hardware precision heads miniature pipeline_schedule",
+    0: "activations settings config nearest validate errors hardware precision heads context miniature pipeline_schedule",
     1: "runtime mesh sharding overlap flops",
     2: "model memory",
     3: "pipeline optimizer data",

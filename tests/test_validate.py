@@ -222,16 +222,80 @@ RULES = {
         {"model__mlp_dim": 692},
     ),
     "sequence=3 with 8 positions": (
-        {"mesh__sequence": 3, "data__seq_len_tokens": 8},
+        {"mesh__sequence": 3, "model__embed_dim": 240, "data__seq_len_tokens": 8},
         3,
-        "data.seq_len_tokens: 8 does not divide over mesh.sequence=3; nearest: 6 or 9",
-        {"data__seq_len_tokens": 9},
+        "data.seq_len_tokens: 8 does not divide over mesh.sequence=3 in zig-zag placement, into 6 parts; nearest: 6 or 12",
+        {"data__seq_len_tokens": 12},
     ),
     "sequence=3 with 98304 positions": (
         None,
         3,
         None,
         {"data__seq_len_tokens": 98304, "model__max_len_tokens": 98304},
+    ),
+    "embed_dim over the devices of a row": (
+        {"mesh__sequence": 3, "data__seq_len_tokens": 96},
+        3,
+        "model.embed_dim: 256 does not divide over mesh.fsdp x sequence=3; nearest: 255 or 258, or mesh.fsdp x sequence 2 or 4",
+        {"sharding__zero_stage": 0},
+    ),
+    "contiguous placement": (
+        {"mesh__sequence": 3, "model__embed_dim": 240, "data__seq_len_tokens": 9},
+        3,
+        "data.seq_len_tokens: 9 does not divide over mesh.sequence=3 in zig-zag placement, into 6 parts; nearest: 6 or 12 "
+        "(or sharding.context_placement=contiguous)",
+        {"sharding__context_placement": "contiguous"},
+    ),
+    "zig-zag and sequence parallelism": (
+        {"mesh__sequence": 2, "mesh__tensor": 8, "data__seq_len_tokens": 20},
+        16,
+        "data.seq_len_tokens: 20 does not divide over mesh.sequence x tensor=16; nearest: 16 or 32 "
+        "(or sharding.sequence_parallel=False)",
+        {"data__seq_len_tokens": 32},
+    ),
+    "ulysses over more than the heads": (
+        {
+            "mesh__sequence": 6,
+            "model__embed_dim": 240,
+            "data__seq_len_tokens": 96,
+            "sharding__context_method": "ulysses",
+            "model__num_kv_heads": 2,
+        },
+        6,
+        "sharding.context_method: ulysses over 6 devices cannot share a device's 2 key/value heads of 4 query heads evenly; "
+        "ulysses_ring with context_ulysses_devices=1 or 2, or ring",
+        {"sharding__context_method": "ulysses_ring"},
+    ),
+    "ulysses_ring with a group that does not divide": (
+        {
+            "mesh__sequence": 4,
+            "data__seq_len_tokens": 96,
+            "sharding__context_method": "ulysses_ring",
+            "sharding__context_ulysses_devices": 3,
+        },
+        4,
+        "sharding.context_ulysses_devices: 3 does not divide mesh.sequence=4; nearest: 2 or 4",
+        {"sharding__context_ulysses_devices": 2},
+    ),
+    "a group without ulysses_ring": (
+        {"sharding__context_ulysses_devices": 2},
+        1,
+        "sharding.context_ulysses_devices: only context_method=ulysses_ring uses it, got 2; set 0",
+        {"sharding__context_ulysses_devices": 0},
+    ),
+    "a ring in pipeline stages": (
+        {"mesh__sequence": 2, "mesh__pipeline": 2, "train__accumulation_steps": 4, "sharding__context_method": "ring"},
+        4,
+        "sharding.context_method: ring cannot run in mesh.pipeline=2 stages, which do different things at a time while its "
+        "permutes join all devices; use all_gather, ulysses or auto",
+        {"sharding__context_method": "auto"},
+    ),
+    "a ring with attention dropout": (
+        {"mesh__sequence": 2, "sharding__context_method": "ring", "model__dropout_attention": 0.1},
+        2,
+        "sharding.context_method: ring cannot honour model.dropout_attention=0.1 (its masks need all keys of a query at once); "
+        "use all_gather or auto",
+        {"sharding__context_method": "auto"},
     ),
     "batch 6, accumulation 4": (
         {"data__global_batch_rows": 6, "train__accumulation_steps": 4},
@@ -344,7 +408,15 @@ def test_rule(change, devices, message, cure):
         ({"model__dropout_attention": 0.1}, "model.dropout_attention=0.1 (its masks would depend on the mesh)"),
         ({"model__head_dim": 36}, "model.head_dim=36 (a multiple of 8 up to 256)"),
         ({"model__head_dim": 264}, "model.head_dim=264 (a multiple of 8 up to 256)"),
-        ({"mesh__sequence": 2}, "mesh.sequence=2"),
+        ({"mesh__sequence": 2}, None),
+        (
+            {"mesh__sequence": 2, "sharding__context_method": "all_gather"},
+            "mesh.sequence=2 with sharding.context_method=all_gather (a mask of all keys)",
+        ),
+        (
+            {"mesh__sequence": 2, "model__sliding_window_tokens": 9},
+            "model.sliding_window_tokens=9 with mesh.sequence=2",
+        ),
         ({}, None),
     ],
 )

@@ -204,7 +204,7 @@ class Decoder(nnx.Module):
 
     def _in_row(self, length, start):
         """[T]: places in the row of this device's positions."""
-        return start + index(self.layout, "sequence") * length + jnp.arange(length)
+        return start + self.layout.context.places(index(self.layout, "sequence"), jnp.arange(length), length)
 
     def _own(self, x):
         """Of T positions, those this device has between blocks."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
+from jaxtrain.sharding import STATE_AXES, TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
 
 MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
 
@@ -112,7 +112,7 @@ class Place:
             value = value.astype(self.dtype)
             for dim, name in enumerate(self.dims):
                 if "fsdp" in self.layout.axes(name, "storage"):
-                    value = all_gather(self.layout, value, "fsdp", dim)
+                    value = all_gather(self.layout, value, STATE_AXES, dim)
             for dim, name in self._undivided():
                 value = self._pick_heads(value, dim, name)
         return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
@@ -128,7 +128,7 @@ class Place:
 
     def sharded(self, placement: str) -> bool:
         """Whether the weight is split over `fsdp` in a placement."""
-        return self.layout.size("fsdp") > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
+        return self.layout.size(*STATE_AXES) > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
 
     def give(self, gradient: jax.Array, earlier: jax.Array | None, last: bool, scattered: bool = False) -> jax.Array:
         """Where the float32 gradient of what `fetch` returned goes.
@@ -173,7 +173,7 @@ class Place:
     def _sum_axes(self, scattered):
         """Axes over which a gradient is still to be summed."""
         shared = ("tensor",) if self.split_inputs or self._undivided() else ()
-        return (*(axis for axis in TOKEN_AXES if axis != "fsdp" or not scattered), *shared)
+        return (*(axis for axis in TOKEN_AXES if axis not in STATE_AXES or not scattered), *shared)
 
     def _undivided(self):
         """(dim, name) of heads that every device of `tensor` stores whole."""
@@ -185,7 +185,7 @@ class Place:
             return gradient
         dim = next(i for i, name in enumerate(self.dims) if "fsdp" in self.layout.axes(name, placement))
         sent = gradient.astype(self.layout.reduce_dtype)
-        return reduce_scatter(self.layout, sent, "fsdp", dim).astype(jnp.float32)
+        return reduce_scatter(self.layout, sent, STATE_AXES, dim).astype(jnp.float32)
 
     def _pick_heads(self, value, dim, name):
         """This device's heads of whole, unpadded ones."""

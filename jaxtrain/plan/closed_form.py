@@ -21,7 +21,7 @@ import numpy as np
 from jaxtrain import optimizer as optimizers
 from jaxtrain import pipeline_schedule
 from jaxtrain.activations import KEPT
-from jaxtrain.sharding import TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
+from jaxtrain.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
 from jaxtrain.validate import AXES, mesh_sizes
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
@@ -145,7 +145,7 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer")
-    if config.sharding.zero_stage in (1, 2) and layout.size("fsdp") > 1:  # gathered once a step and kept
+    if config.sharding.zero_stage in (1, 2) and layout.size(*STATE_AXES) > 1:  # gathered once a step and kept
         rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
     else:
         rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
@@ -292,12 +292,14 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
     reduce_word = 2 if config.precision.reduce_dtype == "bfloat16" else 4
     found: dict[tuple[str, str], int] = {}
 
-    def add(axis, what, size, times=1, rounds=1):
-        n = layout.size(axis)
+    def add(axes, what, size, times=1, rounds=1):
+        n = layout.size(*axes.split("+"))
         if n > 1 and size:
-            found[axis, what] = found.get((axis, what), 0) + round(size * times * rounds * (n - 1) / n)
+            found[axes, what] = found.get((axes, what), 0) + round(size * times * rounds * (n - 1) / n)
 
-    stage = layout.zero_stage if layout.size("fsdp") > 1 else 0
+    sharers = layout.size(*STATE_AXES)
+    state = "+".join(axis for axis in STATE_AXES if layout.size(axis) > 1) or "fsdp"
+    stage = layout.zero_stage if sharers > 1 else 0
     b, s = shapes.rows, shapes.length
     residual = shapes.word * b * s * m.embed_dim
     for name, shape, dims in shapes.leaves:
@@ -307,17 +309,17 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         head = name == "head.kernel" or (name == "embedder.table" and m.tie_embeddings)
         split = stage > 0 and _is_matrix(name)
         if travels:
-            add("fsdp", "token ids", 4 * b * s * layout.size("fsdp"), 2 * count)
-            add("fsdp", "embedding rows", residual, 2 * count)
+            add(state, "token ids", 4 * b * s * sharers, 2 * count)
+            add(state, "embedding rows", residual, 2 * count)
         if split and (head or not travels):
             gathers = 1 if stage < 3 else count if head else 2 * count
-            add("fsdp", "weights", shapes.word * whole, gathers)
-            add("fsdp", "gradients", reduce_word * whole, count if stage >= 2 else 1)
-        elif not split and layout.size("fsdp") > 1:
-            add("fsdp", "gradients", reduce_word * whole, 2)
+            add(state, "weights", shapes.word * whole, gathers)
+            add(state, "gradients", reduce_word * whole, count if stage >= 2 else 1)
+        elif not split and sharers > 1:
+            add(state, "gradients", reduce_word * whole, 2)
         part = shapes.size(shape, dims, "optimizer")
         for axis in TOKEN_AXES:
-            if axis != "fsdp":
+            if axis not in STATE_AXES:
                 add(axis, "gradients", reduce_word * part, 2)
     full = config.memory.remat == "full"
     if layout.size("tensor") > 1:
@@ -332,10 +334,38 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         between, turns = shapes.word * b * shapes.own_length * m.embed_dim, len(table.kind)
         found["pipeline", "activations to the next stage, cotangents back"] = 2 * turns * between
         add("pipeline", "activations at the ends, from one stage and to one", between, 2 * turns + 2 * count, 2)
-    if layout.size("sequence") > 1:
-        keys = shapes.word * b * config.data.seq_len_tokens * 2 * shapes.kv_heads * m.head_dim
-        add("sequence", "keys and values", keys, (2 + full) * shapes.layers * count)
+    for what, size in _context_traffic(config, layout, shapes).items():
+        found["sequence", what] = found.get(("sequence", what), 0) + round(size * shapes.layers * count)
     return found
+
+
+def _context_traffic(config, layout, shapes) -> dict[str, float]:
+    """Bytes of attention over `sequence` per layer and microbatch.
+
+    A ring of R: keys and values R - 1 times, in the backward as often again beside R times the float32 sums of their
+    gradients. Ulysses over u: (u - 1) / u of queries, keys, values and output each way. What is recomputed is sent again, but
+    for the last block, whose backward follows its forward.
+    """
+    context, memory, word = layout.context, config.memory, shapes.word
+    if context.devices == 1:
+        return {}
+    position = shapes.rows * shapes.length * config.model.head_dim  # elements of one head
+    kept = memory.keep if memory.remat == "names" else KEPT[memory.remat]
+    recomputed = shapes.layers // memory.remat_every_blocks - (layout.size("pipeline") == 1)
+    again = recomputed / shapes.layers if kept is not None else 0.0
+    if context.method == "all_gather":
+        keys = 2 * shapes.kv_heads * position * word * (context.devices - 1)
+        return {"keys and values gathered, gradients scattered": keys * (2 + again)}
+    copies = max(context.group // shapes.kv_heads, 1)
+    keys = 2 * shapes.kv_heads * copies * position
+    forward = 1 + again * ("attention" not in (kept or ()))
+    heads = (2 * shapes.heads * position + keys) * word * (context.group - 1) / context.group
+    hops = context.ring - 1
+    return {
+        "keys and values around the ring": keys * word * hops * (forward + 1),
+        "sums of their gradients around the ring": keys * 4 * context.ring if hops else 0,
+        "heads exchanged for positions": heads * (2 + again),
+    }
 
 
 @functools.cache

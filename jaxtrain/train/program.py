@@ -54,13 +54,17 @@ class Program:
     def put_batch(self, batch: dict[str, np.ndarray], sharding: NamedSharding | None = None) -> Batch:
         """This process's rows (`train_rows`, `eval_rows`) as numpy arrays [..., b, T] -> global arrays.
 
+        Positions are put in the order in which the devices of `sequence` hold them.
         `sharding`: `eval_batch_sharding` for an evaluation batch; default: that of training batches.
         """
         sharding = sharding or self.batch_sharding
         shape = self.batch_shape if sharding is self.batch_sharding else self.batch_shape[1:]
-        rows = _local_rows(sharding, shape)
+        rows, context = _local_rows(sharding, shape), self.layout.context
+        order = context.order(shape[-1]) if context.zigzag else slice(None)
 
         def put(array):
+            array = array[..., order]
+
             def part(index):
                 start, stop, _ = index[-2].indices(shape[-2])
                 first = int(np.searchsorted(rows, start))
@@ -167,6 +171,8 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     train_step = make_train_step(gradients, optimizers.make_update(config, dims), config.optimizer.clip_norm)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
+    length, context = config.data.seq_len_tokens, layout.context
+    natural = np.argsort(context.order(length)) if context.zigzag else slice(None)  # where each position of a row is
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings
     )
@@ -177,7 +183,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         dtype=dtype,
         dims=dims,
         abstract_state=abstract_state,
-        batch_shape=(count, rows // count, config.data.seq_len_tokens),
+        batch_shape=(count, rows // count, length),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=runtime.run_once_options(platform)),
@@ -189,7 +195,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         ),
         eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
         loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
-        logits=jax.jit(lambda params, batch: logits(params, batch)[0][..., : model.vocab_size], out_shardings=whole),
+        logits=jax.jit(lambda params, batch: logits(params, batch)[0][:, natural, : model.vocab_size], out_shardings=whole),
         merge=merge,
     )
 

@@ -1,9 +1,8 @@
-"""The attention layer of a block: projections, QK-norm, RoPE, keys of the whole row, the backend, output."""
+"""The attention layer of a block: projections, QK-norm, RoPE, how the whole row is seen, the backend, output."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,15 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.memory import named
-from jaxtrain.model.attention import blockwise, cudnn, reference
-from jaxtrain.model.attention.mask import visible
+from jaxtrain.model.attention import blockwise, cudnn, reference, ring
+from jaxtrain.model.attention.gather import natural, whole_row
+from jaxtrain.model.attention.mask import Positions, visible
 from jaxtrain.model.dropout import factors
 from jaxtrain.model.layers import Linear, Norm, columns, row
 from jaxtrain.model.products import Product
 from jaxtrain.model.rope import rotate
 from jaxtrain.model.weights import own_heads_of
-from jaxtrain.sharding import Layout, all_gather, reduce_scatter
+from jaxtrain.sharding import Layout
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +28,7 @@ class Rows:
 
     segments: jax.Array  # [B, T] document numbers, 0 padding
     index: jax.Array  # [T] places in the row
-    key_segments: jax.Array  # [B, S] those of the whole row
+    key_segments: jax.Array  # [B, S] those of the whole row, in the order in which devices hold them
     rope: tuple[jax.Array, jax.Array] | None  # cos, sin [B, T, H/2] float32
 
 
@@ -88,40 +88,40 @@ class Attention(nnx.Module):
         if rows.rope is not None:
             with jax.named_scope("rope"):
                 q, k = rotate(q, *rows.rope), rotate(k, *rows.rope)
-        segments = rows.key_segments
-        if cache is not None:
-            cache = cache.write(k, v, rows)
-            k, v, segments = cache.keys, cache.values, cache.segments
-        else:
-            k, v = whole_row(k, self.layout), whole_row(v, self.layout)
-        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
         with jax.named_scope("attention"):
-            out = self._attend(grouped, k, v, rows, segments, window, keys, "reference" if cache else self.backend)
+            out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, window, keys, cache)
         return named("attention_out", row, out.reshape(q.shape), "BTNH,DNH->BTD", self.out), cache
 
-    def _attend(self, q, k, v, rows, segments, window, keys, backend):
-        model, scale = self.model, self.model.attention_scale or self.model.head_dim**-0.5
+    def _see(self, q, k, v, rows, window, dropout_keys, cache):
+        """Attention of this device's queries [B, T, K, G, H] to the whole row, or to the cache; and the cache."""
+        if cache is not None:
+            cache = cache.write(k, v, rows)
+            out = self._attend(q, cache.keys, cache.values, rows, cache.segments, window, None, "reference")
+        elif self.layout.context.devices > 1 and self.layout.context.method == "ring":
+            settings = blockwise.Settings(self._scale, self.model.attention_softcap)
+            out = ring.attend(q, k, v, rows.key_segments, window, self.layout, self.backend, settings)
+        else:
+            segments = natural(rows.key_segments, self.layout)
+            k, v = whole_row(k, self.layout), whole_row(v, self.layout)
+            out = self._attend(q, k, v, rows, segments, window, dropout_keys, self.backend)
+        return out, cache
+
+    @property
+    def _scale(self) -> float:
+        return self.model.attention_scale or self.model.head_dim**-0.5
+
+    def _attend(self, q, k, v, rows, segments, window, dropout_keys, backend):
+        """Attention to keys and values of the whole row [B, S, K, H], in natural order."""
+        model = self.model
+        queries, keys = Positions(rows.index, rows.segments), Positions(jnp.arange(k.shape[1]), segments)
         if backend == "blockwise":
-            settings = blockwise.Settings(scale, model.attention_softcap)
-            return blockwise.attend(q, k, v, rows.segments, segments, rows.index[0], window, settings)
-        mask = visible(rows.index, jnp.arange(k.shape[1]), rows.segments, segments, window)
+            return blockwise.attend(q, k, v, queries, keys, window, blockwise.Settings(self._scale, model.attention_softcap))
+        mask = visible(queries, keys, window)
         if backend == "cudnn":
-            return cudnn.attend(q, k, v, mask, scale)
+            return cudnn.attend(q, k, v, mask, self._scale)
         kept = None
-        if model.dropout_attention and keys is not None:
+        if model.dropout_attention and dropout_keys is not None:
             # [B, T, N, S] for the true heads, of which this device takes its own: masks do not depend on `tensor`.
-            kept = factors(keys, model.dropout_attention, (model.num_heads, k.shape[1]))
+            kept = factors(dropout_keys, model.dropout_attention, (model.num_heads, k.shape[1]))
             kept = own_heads_of(kept, 2, self.layout).reshape(*q.shape[:4], k.shape[1]).transpose(0, 2, 3, 1, 4)
-        return reference.attend(q, k, v, mask, scale, model.attention_softcap, kept)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def whole_row(k: jax.Array, layout: Layout) -> jax.Array:
-    """Keys or values [B, T, K, H] -> [B, S, K, H]: those of the whole row, gathered over `sequence`."""
-    return all_gather(layout, k, "sequence", 1)
-
-
-whole_row.defvjp(
-    lambda k, layout: (whole_row(k, layout), None),
-    lambda layout, _, g: (reduce_scatter(layout, g, "sequence", 1),),
-)
+        return reference.attend(q, k, v, mask, self._scale, model.attention_softcap, kept)

@@ -2,6 +2,9 @@
 
 Only the output and one log-sum-exp per query are kept; the backward recomputes each block's scores. Blocks that causal
 order or the sliding window hide altogether are not computed. Code of one device, with its own rows, queries and heads.
+
+`forward` and `backward` are the interface of a backend to `ring`: attention to some of the keys, whose outputs are merged by
+their log-sum-exps, and its gradients given the output and log-sum-exp of attention to all of them.
 """
 
 from __future__ import annotations
@@ -14,32 +17,50 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.memory import name
-from jaxtrain.model.attention.mask import visible
+from jaxtrain.model.attention.mask import Positions, visible
+from jaxtrain.model.attention.merge import row_sums, saved_lse
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static settings: the factor on q.k, the soft cap (0 off), and the largest block of queries and of keys."""
+    """Static: the factor on q.k, the soft cap (0 off), largest block of queries and of keys, whether later keys are hidden."""
 
     scale: float
     softcap: float = 0.0
     block: int = 128
+    causal: bool = True
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def attend(q, k, v, query_segments, key_segments, start, window, settings: Settings) -> jax.Array:
-    """As `reference.attend`, causal, with documents and window instead of a mask.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def attend(q, k, v, queries: Positions, keys: Positions, window, settings: Settings) -> jax.Array:
+    """As `reference.attend`, with positions and window instead of a mask.
 
     Args:
-      q [B, T, K, G, H]: queries at places start..start+T-1 of the row; k, v [B, S, K, H]: the whole row; one float dtype.
-      query_segments [B, T], key_segments [B, S] int32, 0 padding; start, window: int32 scalars (window 0: all).
+      q [B, T, K, G, H]; k, v [B, S, K, H]: the whole row; one float dtype. window: int32 scalar (0: all).
     """
-    return _forward(q, k, v, query_segments, key_segments, start, window, settings)[0]
+    return _forward(q, k, v, queries, keys, window, settings)[0]
 
 
-def _forward(q, k, v, query_segments, key_segments, start, window, settings):
-    """Output, and for the backward also one log-sum-exp [B, K, G, T] float32 per query."""
-    blocks = _Blocks(q, k, query_segments, key_segments, start, window, settings)
+def _forward(q, k, v, queries, keys, window, settings):
+    """Output, and for the backward also one log-sum-exp per query."""
+    out, lse = forward(q, k, v, queries, keys, window, settings, q.dtype)
+    out, lse = name((out, saved_lse(lse)), "attention")
+    return out, (q, k, v, queries, keys, window, out, lse)
+
+
+def _backward(settings, residuals, g):
+    q, k, v, queries, keys, window, out, lse = residuals
+    saved = (out, lse, row_sums(g, out))
+    dq, dk, dv = backward(q, k, v, queries, keys, window, settings, saved, g, q.dtype)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def forward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings, dtype=jnp.float32):
+    """Attention to some keys: output [B, T, K, G, H] in `dtype`, log-sum-exp [B, T, K, G] float32, -inf without any."""
+    blocks = _Blocks(q, k, queries, keys, window, settings)
     heads_q, heads_k, heads_v = _heads_first(q), _heads_first(k), _heads_first(v)
 
     def one_query_block(_, i):
@@ -60,23 +81,24 @@ def _forward(q, k, v, query_segments, key_segments, start, window, settings):
 
         shape = q_i.shape[:-1]
         empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q_i.shape))
-        top, total, acc = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, empty)
-        some = total > 0.0
+        top, total, acc = jax.lax.fori_loop(blocks.first[i], blocks.last[i], add, empty)
+        some = total != 0.0  # a nan stays one
         out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
-        # +inf for a query that sees nothing: the backward's exp(scores - lse) is then 0.
-        lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), jnp.inf)
-        return None, (out.astype(q.dtype), lse)
+        lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        return None, (out.astype(dtype), lse)
 
     _, (out, lse) = jax.lax.scan(one_query_block, None, jnp.arange(blocks.num_query_blocks))
-    out, lse = (_join(x, q.shape[1]) for x in (out, lse))
-    out, lse = name((jnp.moveaxis(out, 3, 1), lse), "attention")
-    return out, (q, k, v, query_segments, key_segments, start, window, out, lse)
+    return tuple(jnp.moveaxis(_join(x, q.shape[1]), 3, 1) for x in (out, lse))
 
 
-def _backward(settings, residuals, g):
-    q, k, v, query_segments, key_segments, start, window, out, lse = residuals
-    blocks = _Blocks(q, k, query_segments, key_segments, start, window, settings)
-    delta = jnp.einsum("BTKGH,BTKGH->BKGT", g, out, preferred_element_type=jnp.float32)  # row sums of P * dP
+def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings, saved, g, dtype=jnp.float32):
+    """Gradients by q, in `dtype`, and by k and v, in float32, of attention of which these are some of the keys.
+
+    Args:
+      saved: output, log-sum-exp (`saved_lse`) and `row_sums` of attention to all keys; g: the gradient of that output.
+    """
+    lse, delta = (jnp.moveaxis(x, 1, 3) for x in saved[1:])
+    blocks = _Blocks(q, k, queries, keys, window, settings)
     heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(g)
 
     def one_query_block(carry, i):
@@ -96,17 +118,14 @@ def _backward(settings, residuals, g):
             return dq_i, blocks.add_keys(dk, dk_j, j), blocks.add_keys(dv, dv_j, j)
 
         zero = jnp.zeros(q_i.shape, jnp.float32)
-        dq_i, dk, dv = jax.lax.fori_loop(blocks.first(i), blocks.last(i), add, (zero, *carry))
-        return (dk, dv), dq_i.astype(q.dtype)
+        dq_i, dk, dv = jax.lax.fori_loop(blocks.first[i], blocks.last[i], add, (zero, *carry))
+        return (dk, dv), dq_i.astype(dtype)
 
     zero = jnp.zeros((*heads_k.shape[:2], blocks.num_key_blocks * blocks.key_block, k.shape[-1]), jnp.float32)
     (dk, dv), dq = jax.lax.scan(one_query_block, (zero, zero), jnp.arange(blocks.num_query_blocks))
     dq = jnp.moveaxis(_join(dq, q.shape[1]), 3, 1)
-    dk, dv = (jnp.moveaxis(x[:, :, : k.shape[1]], 2, 1).astype(k.dtype) for x in (dk, dv))
-    return dq, dk, dv, None, None, None, None
-
-
-attend.defvjp(_forward, _backward)
+    dk, dv = (jnp.moveaxis(x[:, :, : k.shape[1]], 2, 1) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def _heads_first(x):
@@ -123,13 +142,22 @@ def _join(x, length):
 class _Blocks:
     """How queries and keys are cut, and the scores of a pair of blocks."""
 
-    def __init__(self, q, k, query_segments, key_segments, start, window, settings):
+    def __init__(self, q, k, queries, keys, window, settings):
         self.settings, self.window = settings, window
         self.query_block, self.key_block = min(settings.block, q.shape[1]), min(settings.block, k.shape[1])
         self.num_query_blocks = math.ceil(q.shape[1] / self.query_block)
         self.num_key_blocks = math.ceil(k.shape[1] / self.key_block)
-        self.offset = start
-        self.query_segments, self.key_segments = query_segments, key_segments
+        self.query_positions, self.key_positions = (
+            Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments) for p in (queries, keys)
+        )
+        first_query, last_query = _ends(self.query_positions.index, self.query_block)
+        first_key, last_key = _ends(self.key_positions.index, self.key_block)
+        # Of each query block, the first key block that the window lets it see, and one past the last that is not wholly later.
+        hidden = (last_key[:, None] <= first_query[:, :, None] - window).all(0) & (jnp.asarray(window) > 0)
+        self.first = hidden.sum(-1)
+        self.last = jnp.full(self.num_query_blocks, self.num_key_blocks)
+        if settings.causal:
+            self.last = (first_key[:, None] <= last_query[:, :, None]).any(0).sum(-1)
 
     def queries(self, x, i):
         """Block i of [B, K, G, T, ...]."""
@@ -145,16 +173,6 @@ class _Blocks:
         old = jax.lax.dynamic_slice_in_dim(total, start, self.key_block, 2)
         return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
 
-    def first(self, i):
-        """The first key block that the window lets query block i see."""
-        start = jnp.maximum(self.offset + i * self.query_block - self.window + 1, 0) // self.key_block
-        return jnp.where(self.window == 0, 0, start)
-
-    def last(self, i):
-        """One past the last key block that is not wholly in the future of query block i."""
-        end = self.offset + (i + 1) * self.query_block
-        return jnp.minimum((end + self.key_block - 1) // self.key_block, self.num_key_blocks)
-
     def scores(self, q_i, k_j, i, j):
         """Capped scores [b, K, G, t, s] float32, what is visible of them [b, 1, 1, t, s], and the cap's slope."""
         scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * self.settings.scale
@@ -162,11 +180,15 @@ class _Blocks:
         if self.settings.softcap:
             scores = self.settings.softcap * jnp.tanh(scores / self.settings.softcap)
             slope = 1.0 - (scores / self.settings.softcap) ** 2
-        query_index = self.offset + i * self.query_block + jnp.arange(self.query_block)
-        key_index = j * self.key_block + jnp.arange(self.key_block)
-        segments = _block(self.query_segments, i, self.query_block, 1), _block(self.key_segments, j, self.key_block, 1)
-        mask = visible(query_index, key_index, *segments, self.window)
+        queries = jax.tree.map(lambda x: _block(x, i, self.query_block, 1), self.query_positions)
+        keys = jax.tree.map(lambda x: _block(x, j, self.key_block, 1), self.key_positions)
+        mask = visible(queries, keys, self.window, self.settings.causal)
         return scores, mask[:, None, None], slope
+
+
+def _ends(index, size):
+    """[B, blocks] each: the first and the last place of every block of [B, T]."""
+    return index[:, ::size], jnp.concatenate([index[:, size - 1 : -1 : size], index[:, -1:]], 1)
 
 
 def _block(x, i, size, axis):

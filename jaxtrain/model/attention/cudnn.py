@@ -1,13 +1,132 @@
-"""cuDNN flash attention on NVIDIA GPUs: no T x S scores. Document boundaries and windows reach it as a boolean mask."""
+"""cuDNN flash attention on NVIDIA GPUs: no T x S scores.
+
+`attend` sees a whole row; document boundaries and windows reach it as a boolean mask. `forward` and `backward` are its
+interface to `ring` (as those of `blockwise`), and need no mask but for small squares on the diagonal: of two pieces of a row,
+one after the other, only one document can have a part in both, the end of the earlier and the beginning of the later. That is
+a rectangle, which cuDNN takes as lengths of queries and keys. What is causal is cut in halves: the rectangle of the later
+queries and the earlier keys, and two squares half as large, down to `SQUARE`.
+"""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+
+from jaxtrain.model.attention.blockwise import Settings
+from jaxtrain.model.attention.mask import Positions, visible
+from jaxtrain.model.attention.merge import halves, join, merge
+from jaxtrain.runtime import compat_cudnn_attention, compat_cudnn_attention_backward
+
+SQUARE = 1024  # largest piece on the diagonal that gets a mask
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     """As `reference.attend`, for bfloat16 on GPU. `jaxtrain.validate.cudnn_refusal` lists what it cannot honour."""
-    batch, length, kv_heads, group, head_dim = q.shape
-    heads = q.reshape(batch, length, kv_heads * group, head_dim)
-    out = jax.nn.dot_product_attention(heads, k, v, mask=mask[:, None], scale=scale, implementation="cudnn")
+    out = jax.nn.dot_product_attention(_heads(q), k, v, mask=mask[:, None], scale=scale, implementation="cudnn")
     return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
+
+
+def forward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings):
+    """As `blockwise.forward` without window and soft cap. Each document is in one piece in its row.
+
+    With `settings.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries.
+    """
+    if not settings.causal:
+        return _rectangle(q, k, v, queries.segments, keys.segments, settings.scale)
+    return _triangle(q, k, v, queries.segments, settings.scale)
+
+
+def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings, saved, g):
+    """As `blockwise.backward`, of `forward`."""
+    out, lse, _ = saved
+    rows = (q, out, jnp.where(jnp.isinf(lse), 1e30, lse), g)  # a query that sees nothing: exp(score - lse) is 0
+    if not settings.causal:
+        return _rectangle_backward(rows, k, v, queries.segments, keys.segments, settings.scale)
+    return _triangle_backward(rows, k, v, queries.segments, settings.scale)
+
+
+def _triangle(q, k, v, segments, scale):
+    """Causal attention of positions to each other: (output, log-sum-exp)."""
+    if q.shape[1] <= SQUARE or q.shape[1] % 2:
+        out, lse = compat_cudnn_attention(_heads(q), k, v, _mask(segments), None, scale)
+        return _where(segments > 0, out.reshape(q.shape), _grouped(lse, q))
+    first, late = halves(_unfold(_triangle(*_fold((q, k, v, segments)), scale)))
+    (_, queries), (early, _), (early_segments, late_segments) = halves(q), halves((k, v)), halves(segments)
+    return join(first, merge(late, _rectangle(queries, *early, late_segments, early_segments, scale)))
+
+
+def _triangle_backward(rows, k, v, segments, scale):
+    """Gradients of `_triangle` in float32. rows: q, the output and log-sum-exp of attention to all keys, its gradient."""
+    q = rows[0]
+    if q.shape[1] <= SQUARE or q.shape[1] % 2:
+        return _gradients(rows, k, v, _mask(segments), None, scale)
+    dq, dk, dv = _unfold(_triangle_backward(*_fold((rows, k, v, segments)), scale))
+    (_, late), (early, _), (early_segments, late_segments) = halves(rows), halves((k, v)), halves(segments)
+    more = _rectangle_backward(late, *early, late_segments, early_segments, scale)
+    (dq_first, dq_late), ((dk_early, dv_early), (dk_last, dv_last)) = halves(dq), halves((dk, dv))
+    return join(dq_first, dq_late + more[0]), join(dk_early + more[1], dk_last), join(dv_early + more[2], dv_last)
+
+
+def _rectangle(q, k, v, query_segments, key_segments, scale):
+    """Attention of queries to keys that are all before them: (output, log-sum-exp)."""
+    seen_by, _, lengths = _shared(query_segments, key_segments)
+    out, lse = compat_cudnn_attention(_heads(q), k[:, ::-1], v[:, ::-1], None, lengths, scale)
+    return _where(seen_by, out.reshape(q.shape), _grouped(lse, q))
+
+
+def _rectangle_backward(rows, k, v, query_segments, key_segments, scale):
+    """Gradients of `_rectangle` in float32."""
+    seen_by, seen, lengths = _shared(query_segments, key_segments)
+    dq, dk, dv = _gradients(rows, k[:, ::-1], v[:, ::-1], None, lengths, scale)
+    dq = jnp.where(seen_by[..., None, None, None], dq, 0.0)
+    dk, dv = (jnp.where(seen[..., None, None], x[:, ::-1], 0.0) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _shared(query_segments, key_segments):
+    """Which queries and which keys [B, T] bool are of the document that goes on from keys to queries, and how many.
+
+    Keys are counted from their end: backwards they come first, and there cuDNN may stop. Both lengths are at least 1: what
+    cuDNN gives for the others is not used.
+    """
+    last = key_segments[:, -1:]
+    queries, keys = ((segments == last) & (last > 0) for segments in (query_segments, key_segments))
+    keys = keys & queries.any(1, keepdims=True)
+    return queries, keys, tuple(jnp.maximum(x.sum(1), 1).astype(jnp.int32) for x in (queries, keys))
+
+
+def _gradients(rows, k, v, mask, lengths, scale):
+    q, out, lse, g = rows
+    lse = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 1, 2)  # [B, N, T]
+    dq, dk, dv = compat_cudnn_attention_backward(_heads(q), k, v, mask, lengths, scale, lse, _heads(out), _heads(g))
+    return dq.reshape(q.shape).astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
+
+
+def _mask(segments):
+    row = Positions(jnp.arange(segments.shape[1]), segments)
+    return visible(row, row, 0)[:, None]
+
+
+def _heads(x):
+    """[B, T, K, G, H] -> [B, T, N, H]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _grouped(lse, q):
+    """[B, N, T] -> [B, T, K, G]."""
+    return jnp.moveaxis(lse, 2, 1).reshape(q.shape[:-1])
+
+
+def _where(seen_by, out, lse):
+    """Zero and -inf for queries that see nothing."""
+    return jnp.where(seen_by[..., None, None, None], out, 0), jnp.where(seen_by[..., None, None], lse, -jnp.inf)
+
+
+def _fold(tree):
+    """[B, T, ...] -> [2 B, T / 2, ...]."""
+    return jax.tree.map(lambda x: x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), tree)
+
+
+def _unfold(tree):
+    """The opposite of `_fold`."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // 2, 2 * x.shape[1], *x.shape[2:]), tree)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 
-def visible(
-    query_index: jax.Array,
-    key_index: jax.Array,
-    query_segments: jax.Array,
-    key_segments: jax.Array,
-    window: jax.Array | int,
-) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Where queries or keys are. Backends that skip blocks want them in ascending order."""
+
+    index: jax.Array  # [B, T], [1, T] or [T] int32 places in the row (not positions in the document)
+    segments: jax.Array  # [B, T] int32 document numbers; 0 is padding, which sees and is seen by nothing
+
+
+def visible(queries: Positions, keys: Positions, window: jax.Array | int, causal: bool = True) -> jax.Array:
     """[B, T, S] bool: may the query see the key?
 
     Args:
-      query_index [B, T] or [T], key_index [S]: places in the row (not positions in the document).
-      query_segments [B, T], key_segments [B, S]: document numbers; 0 is padding, which sees and is seen by nothing.
       window: a query sees this many latest keys, itself included; 0 is all. May be traced: it differs per layer.
+      causal: keys must not be later than the query.
     """
-    query_index = jnp.atleast_2d(query_index)
-    distance = query_index[:, :, None] - key_index[None, None, :]
-    same = (query_segments[:, :, None] == key_segments[:, None, :]) & (query_segments[:, :, None] > 0)
+    same = (queries.segments[:, :, None] == keys.segments[:, None, :]) & (queries.segments[:, :, None] > 0)
+    distance = jnp.atleast_2d(queries.index)[:, :, None] - jnp.atleast_2d(keys.index)[:, None, :]
     near = (distance < window) | (jnp.asarray(window) == 0)
-    return same & (distance >= 0) & near
+    return same & near & (distance >= 0) if causal else same & near

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.memory import name
+from jaxtrain.model.attention.mask import visible
 
 
 def attend(
@@ -39,3 +40,40 @@ def attend(
     if probability_mask is not None:
         probabilities = probabilities * probability_mask
     return name(jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v), "attention")
+
+
+def forward(q, k, v, queries, keys, window, settings):
+    """As `blockwise.forward`."""
+    scores, mask, _ = _scores(q, k, queries, keys, window, settings)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    total = weights.sum(-1, keepdims=True)
+    some = total != 0.0
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights / jnp.where(some, total, 1.0), v, preferred_element_type=jnp.float32)
+    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)[..., 0]
+    return out, jnp.moveaxis(lse, 3, 1)
+
+
+def backward(q, k, v, queries, keys, window, settings, saved, g):
+    """As `blockwise.backward`."""
+    lse, delta = (jnp.moveaxis(x, 1, 3) for x in saved[1:])
+    scores, mask, slope = _scores(q, k, queries, keys, window, settings)
+    p = jnp.exp(jnp.where(mask, scores, -jnp.inf) - lse[..., None])
+    dp = jnp.einsum("BTKGH,BSKH->BKGTS", g, v, preferred_element_type=jnp.float32)
+    ds = p * (dp - delta[..., None]) * slope * settings.scale
+    return (
+        jnp.einsum("BKGTS,BSKH->BTKGH", ds, k, preferred_element_type=jnp.float32),
+        jnp.einsum("BKGTS,BTKGH->BSKH", ds, q, preferred_element_type=jnp.float32),
+        jnp.einsum("BKGTS,BTKGH->BSKH", p, g, preferred_element_type=jnp.float32),
+    )
+
+
+def _scores(q, k, queries, keys, window, settings):
+    """Capped scores [B, K, G, T, S] float32, what is visible of them, and the cap's slope."""
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * settings.scale
+    slope = 1.0
+    if settings.softcap:
+        scores = settings.softcap * jnp.tanh(scores / settings.softcap)
+        slope = 1.0 - (scores / settings.softcap) ** 2
+    return scores, visible(queries, keys, window, settings.causal)[:, None, None], slope

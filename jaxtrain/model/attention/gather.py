@@ -1,0 +1,36 @@
+"""Keys and values of the whole row on every device of `sequence` (all-gather; Llama 3, section 3.3.2)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from jaxtrain.sharding import Layout, all_gather, reduce_scatter
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def whole_row(k: jax.Array, layout: Layout) -> jax.Array:
+    """Keys or values [B, T, K, H] -> [B, S, K, H]: those of the whole row, gathered over `sequence`, in natural order."""
+    return natural(all_gather(layout, k, "sequence", 1), layout)
+
+
+whole_row.defvjp(
+    lambda k, layout: (whole_row(k, layout), None),
+    lambda layout, _, g: (
+        (reduce_scatter(layout, _chunks(g, layout.context.chunks()), "sequence", 1),)
+        if layout.context.zigzag
+        else (reduce_scatter(layout, g, "sequence", 1),)
+    ),
+)
+
+
+def natural(x: jax.Array, layout: Layout) -> jax.Array:
+    """[B, S, ...] in the order in which devices hold it -> in the order of the row."""
+    return _chunks(x, np.argsort(layout.context.chunks())) if layout.context.zigzag else x
+
+
+def _chunks(x, order):
+    """The chunks along axis 1 in an order."""
+    return x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, order].reshape(x.shape)
