@@ -9,9 +9,10 @@ import re
 import pytest
 
 from jaxtrain import config as configs
+from jaxtrain import hardware
 from jaxtrain.model.attention.cudnn import SQUARE
+from jaxtrain.plan import closed_form, communication, facts, hlo, roofline, timeline
 from jaxtrain.plan import compile as plan
-from jaxtrain.plan import hlo
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
 pytestmark = [pytest.mark.plan, needs_plugin]
@@ -91,3 +92,14 @@ def test_every_device_has_the_same_work():
     }
     half = N * ROW**2 / 2 / WAYS * L
     assert 1.0 <= done[False] / half < 1.02 and done[True] == done[False]
+
+
+def test_traffic_is_the_formulas():
+    """Of keys, values and their gradients, and of the state, which the devices of a row share. The plan has nothing to flag."""
+    links = roofline.Links(hardware.by_key("h200"), WAYS, step().mesh_shape)
+    collectives = step().collectives()
+    walked = timeline.walk(step().module, collectives, links)
+    expected = closed_form.closed_form(step().program.config, WAYS).axis_bytes()
+    found = communication.communication(step().module, collectives, walked, links, facts.of(step().program), expected)
+    assert found.axis_bytes["sequence"] == pytest.approx(expected["sequence"], rel=0.01)
+    assert {flag.name for flag in found.flags} <= {"synchronous collective", "tiny collective in a loop"}
