@@ -47,7 +47,7 @@ def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Set
 
 def _triangle(q, k, v, segments, scale):
     """Causal attention of positions to each other: (output, log-sum-exp)."""
-    if q.shape[1] <= SQUARE or q.shape[1] % 2:
+    if _is_square(q.shape[1]):
         out, lse = compat_cudnn_attention(_heads(q), k, v, _mask(segments), None, scale)
         return _where(segments > 0, out.reshape(q.shape), _grouped(lse, q))
     first, late = halves(_unfold(_triangle(*_fold((q, k, v, segments)), scale)))
@@ -58,13 +58,18 @@ def _triangle(q, k, v, segments, scale):
 def _triangle_backward(rows, k, v, segments, scale):
     """Gradients of `_triangle` in float32. rows: q, the output and log-sum-exp of attention to all keys, its gradient."""
     q = rows[0]
-    if q.shape[1] <= SQUARE or q.shape[1] % 2:
+    if _is_square(q.shape[1]):
         return _gradients(rows, k, v, _mask(segments), None, scale)
     dq, dk, dv = _unfold(_triangle_backward(*_fold((rows, k, v, segments)), scale))
     (_, late), (early, _), (early_segments, late_segments) = halves(rows), halves((k, v)), halves(segments)
     more = _rectangle_backward(late, *early, late_segments, early_segments, scale)
     (dq_first, dq_late), ((dk_early, dv_early), (dk_last, dv_last)) = halves(dq), halves((dk, dv))
     return join(dq_first, dq_late + more[0]), join(dk_early + more[1], dk_last), join(dv_early + more[2], dv_last)
+
+
+def _is_square(length):
+    """Whether a piece on the diagonal gets a mask. Of masks cuDNN wants even lengths, so odd halves are not made."""
+    return length <= SQUARE or length % 4 != 0
 
 
 def _rectangle(q, k, v, query_segments, key_segments, scale):
