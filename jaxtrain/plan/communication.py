@@ -20,6 +20,7 @@ from jaxtrain.plan.timeline import Timeline
 
 TINY_BYTES = LARGE_BYTES = 1 << 20
 TOLERANCE = 0.02  # by which an axis's bytes may differ from the closed form unflagged
+_SUMS_AND_GATHERS = ("all-gather", "reduce-scatter", "all-reduce")  # what weights and gradients travel by
 WAITED = 0.1  # of its time: from this share on a collective is not said to be hidden
 # Names of jax's collectives, by which the program's own are told from those that the partitioner adds.
 _WRITTEN = re.compile(
@@ -116,11 +117,13 @@ def purpose(collective: hlo.Collective, facts: Facts) -> str:
     dtype, dims = max((hlo.arrays(operand)[0] for operand in collective.operands), key=lambda a: math.prod(a[1]))
     if dtype[0] in "sup" and dtype != "u8":
         return "other"
-    if {"tensor", "sequence"} & set(collective.axes) and not {"data", "fsdp"} & set(collective.axes):
+    axes, weight = set(collective.axes), facts.weight(dims)
+    of_rows = "tensor" in axes or "sequence" in axes and not (weight and collective.kind in _SUMS_AND_GATHERS)
+    if of_rows and not {"data", "fsdp"} & axes:
         return "activations" if collective.operand_bytes > LARGE_BYTES or facts.has_tokens(dims) else "other"
     if collective.kind == "all-to-all":
         return "activations"
-    if not facts.weight(dims):
+    if not weight:
         return "other"
     return "weights" if collective.kind == "all-gather" else "gradients"
 
@@ -220,7 +223,7 @@ def _weight_flags(collectives: list[hlo.Collective], facts: Facts, compute_dtype
     embedding = next((leaf for leaf in facts.leaves if leaf.name == "embedder.table"), None)
     tied = not any(leaf.name == "head.kernel" for leaf in facts.leaves)
     for c in collectives:
-        if c.kind != "all-gather" or {"tensor", "sequence"} & set(c.axes):
+        if c.kind != "all-gather" or "tensor" in c.axes:
             continue
         for operand in c.operands:
             dtype, dims = hlo.arrays(operand)[0]

@@ -286,7 +286,7 @@ def _collective(books: _Books, value: Value):
     if not (kind := _kind(value.node)):
         return None
     weight, axes = books.facts.weight(value.dims), set(books.axes.get(value.node.channel, ()))
-    if value.dtype.startswith(("s", "u", "pred")) or not weight or axes & {"tensor", "sequence"}:
+    if value.dtype.startswith(("s", "u", "pred")) or not weight or "tensor" in axes:
         return "collectives", kind
     if kind != "all-gather":
         return "gradients", weight.names
