@@ -110,7 +110,7 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
         if rows // ways > 1:
             yield (("train.accumulation_steps", config.train.accumulation_steps * 2),)
     if row in ("master", "adam_m", "adam_v", "optimizer", "gradients", "parameters"):
-        if stage < 3 and mesh["fsdp"] > 1:
+        if stage < 3 and mesh["fsdp"] * mesh["sequence"] > 1:
             yield (("sharding.zero_stage", 3),)
         if mesh["data"] > 1:
             wider = (("mesh.fsdp", mesh["fsdp"] * mesh["data"]), ("mesh.data", 1))

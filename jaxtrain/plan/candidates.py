@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain import flops
+from jaxtrain import context, flops
 from jaxtrain.activations import KEPT
 from jaxtrain.config import ConfigError
 from jaxtrain.plan import closed_form, compile, roofline
@@ -30,7 +30,7 @@ LONG_ROW_TOKENS, PART_TOKENS = 32_768, 8_192
 OFFLOADS = (("block_in",), ("moments",), ("block_in", "moments"), ("master", "moments"), ("block_in", "master", "moments"))
 EVERY = (2, 4)
 # Share of an axis's traffic that the computation waits for, at best: what is hidden behind products is hidden.
-EXPOSED = {"tensor": 0.3, "sequence": 0.3, "fsdp": 0.1, "data": 0.3}
+EXPOSED = {"tensor": 0.3, "sequence": 0.1, "fsdp": 0.1, "fsdp+sequence": 0.1, "data": 0.3}
 UNFUSED = 6.0  # times as long as cuDNN: attention whose scores go through memory, about 16 bytes each and way against 4 H FLOPs
 HOST_SHARE = 0.5  # of the host's memory may be pinned; loader, checkpoints and the system need the rest
 
@@ -101,7 +101,7 @@ def between_policies(
 
 def prefetches(config: ml_collections.ConfigDict, topology: compile.Topology, settings: dict[str, Any]) -> list[Candidate]:
     """The other values of overlap.prefetch, where weights are gathered block by block."""
-    if settings["sharding.zero_stage"] < 3 or settings["mesh.fsdp"] < 2:
+    if settings["sharding.zero_stage"] < 3 or settings["mesh.fsdp"] * settings["mesh.sequence"] < 2:
         return []
     others = [value for value in SETTINGS["overlap"]["prefetch"].choices if value != settings["overlap.prefetch"]]
     return list(_candidates(config, topology, ({**settings, "overlap.prefetch": value} for value in others)))
@@ -119,15 +119,16 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     parameters, share = recomputed(config)
     peak = topology.gpu.bf16_flops * topology.size
     compute = (products + 2 * parameters * tokens) / (RATES.product * peak)
-    # All scores: masks are not skipped. Forward 4, backward 10 of what the model's 12 stand for.
+    # Forward 4, backward 10 of what the model's 12 stand for. A mask of the whole row is not skipped: all scores, not half.
+    in_parts = closed.mesh["sequence"] > 1 and context.method(config) != "all_gather"
     unfused = UNFUSED if cudnn_refusal(config) or config.runtime.attention not in ("auto", "cudnn") else 1.0
     forward = 4 / 12 * (1 + share) / RATES.attention + 10 / 12 / RATES.attention_backward
-    compute += unfused * 2 * attention * forward / peak
+    compute += unfused * (1 if in_parts else 2) * attention * forward / peak
     links = roofline.Links(topology.gpu, topology.per_node, closed.mesh)
     waited = hidden = 0.0
-    for axis, size in closed.axis_bytes().items():
-        on_wire = size / links.rate((axis,))
-        exposed = EXPOSED.get(axis, EXPOSED["data"])
+    for axes, size in closed.axis_bytes().items():
+        on_wire = size / links.rate(tuple(axes.split("+")))
+        exposed = EXPOSED.get(axes, EXPOSED["data"])
         waited += exposed * on_wire
         hidden += (1 - exposed) * on_wire
     host = RATES.host * topology.gpu.host_bytes_per_s
@@ -163,7 +164,7 @@ def _settings(config: ml_collections.ConfigDict, topology: compile.Topology) -> 
                 data, left = divmod(rest, tensor * sequence * fsdp)
                 if left or topology.per_node % (tensor * sequence):
                     continue
-                for stage in (0,) if fsdp == 1 else (1, 2, 3):
+                for stage in (0,) if fsdp * sequence == 1 else (1, 2, 3):
                     for remat in POLICIES:
                         for rows in ROWS_PER_DEVICE:
                             count, left = divmod(config.data.global_batch_rows, rows * data * fsdp)
