@@ -14,7 +14,9 @@ ACTIVATIONS: dict[str, str] = {
     "attention_out": "D: what attention adds to the residual stream; needed only with post_norms",
     "block_mid": "D: the residual stream between attention and MLP; kept unless all is recomputed",
     "mlp_in": "D: normalized input of the MLP",
-    "mlp_hidden": "2F gated, else F: what gate and up products give",
+    "routes": "about 6k numbers, k experts a token: where tokens go; kept when anything of a mixture of experts is",
+    "expert_in": "k D times memory.expert_buffer_factor: what arrives at the experts, and its weights",
+    "mlp_hidden": "2F gated, else F: what gate and up products give; of experts, k times the buffer factor of their F",
     "mlp_out": "D: what the MLP adds; needed only with post_norms",
 }
 _PRODUCTS = tuple(name for name in ACTIVATIONS if not name.startswith("block_"))

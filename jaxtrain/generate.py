@@ -67,7 +67,7 @@ def _sample(program, options, params, prompt, key):
     def advance(weights, tokens, start, cache):
         decoder = program.merge(jax.tree.map(Stored, weights))
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-        x, head, cache, _ = decoder.hidden(tokens, jnp.ones_like(tokens), positions, cache=cache, start=start)
+        x, head, cache, *_ = decoder.hidden(tokens, jnp.ones_like(tokens), positions, cache=cache, start=start)
         return decoder.logits(x[:, -1:], head)[:, 0], cache
 
     def prefill(weights, tokens):

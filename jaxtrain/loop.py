@@ -34,6 +34,7 @@ from jaxtrain.train.state import TrainState
 from jaxtrain.validate import AXES, require_valid
 
 log = logging.getLogger(__name__)
+EXPERT_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_share", "largest_load")  # `balance.figures`
 
 
 def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[str, Any]:
@@ -77,13 +78,13 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
                 "wall_s": round(time.monotonic() - started, 3),
             }
     if first_process:
-        from jaxtrain.observe.plot import loss_plot
+        from jaxtrain.observe.plot import experts_plot, loss_plot
 
         path = workdir / "summary.json"
         if start < config.train.num_steps or not path.exists():  # a finished run given again keeps its figures
             write_summary(workdir, summary)
-        plot = loss_plot(workdir)
-        log.info("Wrote %s%s", path, f" and {plot}" if plot else "")
+        plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
+        log.info("Wrote %s", " and ".join(map(str, [path, *plots])))
     return summary
 
 
@@ -97,7 +98,7 @@ class _Session:
         self.throughput = Throughput(tokens)
         self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
         self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
-        self.last_metrics: dict[str, float] = {}
+        self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
 
@@ -142,7 +143,7 @@ class _Session:
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
         """Waits for a step's metrics; shows and writes them when due; stops a run that goes nowhere."""
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        metrics = {name: value if np.ndim(value) else float(value) for name, value in jax.device_get(metrics).items()}
         self.throughput.finished()
         self.last_metrics = metrics
         if metrics["targets"] == 0:
@@ -167,6 +168,7 @@ class _Session:
                 "targets": metrics["targets"],
                 "skipped": metrics["skipped_steps"],
             }
+            shown |= {name: metrics[name] for name in EXPERT_FIGURES if name in metrics}
             if rate:
                 shown |= {"tokens_per_s": rate, "mfu": self._mfu(rate)}
             self.writer.write(step, shown)
@@ -209,10 +211,20 @@ class _Session:
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
             "parameters": sum(flops.parameter_count(self.config.model).values()),
+            **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": runtime.devices_summary(),
             "versions": runtime.versions(),
         }
+
+    def _of_experts(self) -> dict[str, Any]:
+        """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
+        if not self.config.model.num_experts:
+            return {}
+        found = {"active_parameters": flops.active_count(self.config.model)}
+        if "expert_load" in self.last_metrics:
+            found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
+        return found
 
 
 def peak_memory_bytes() -> tuple[int, str]:
@@ -239,7 +251,8 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", runtime.devices_summary())
-    log.info("Model: %s parameters, mesh %s, ZeRO stage %d", f"{count:,}", shown, config.sharding.zero_stage)
+    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 

@@ -91,6 +91,8 @@ def _name_primitive() -> Any:
 def remat(settings: ml_collections.ConfigDict) -> Remat:
     """The `Remat` of a validated config's section `memory`."""
     kept = tuple(settings.keep) if settings.remat == "names" else KEPT[settings.remat]
+    if kept and "routes" not in kept:  # rounding may turn a close choice when it is computed again: what was kept would not fit
+        kept = (*kept, "routes")
     return Remat(kept, tuple(n for n in settings.offload if n in ACTIVATIONS), settings.remat_every_blocks)
 
 

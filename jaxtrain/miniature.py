@@ -86,7 +86,8 @@ def _shown(value) -> str:
 def _shrink_model(model, small, mesh: dict[str, int], sizes: dict[str, int], parts: int) -> None:
     """`mesh`: the user's; parts: pipeline stages, virtual ones."""
     tensor = mesh["tensor"]
-    small.embed_dim = max(16, 8 * sizes["fsdp"] * sizes["sequence"])
+    shards = sizes["fsdp"] * sizes["expert"] * sizes["sequence"]
+    small.embed_dim = max(16, 8 * shards)
     small.mlp_dim = 12 * sizes["tensor"]
     small.head_dim = min(model.head_dim, 8 - model.head_dim % 2)
     if model.attention_scale:
@@ -95,12 +96,29 @@ def _shrink_model(model, small, mesh: dict[str, int], sizes: dict[str, int], par
     small.update(num_kv_heads=kv_heads, num_heads=kv_heads * group)
     small.global_attention_every = min(model.global_attention_every, 3)
     small.num_layers = min(model.num_layers, -(-max(2, small.global_attention_every) // parts) * parts)
+    if model.num_experts:
+        _shrink_experts(model, small, sizes)
+    if model.attention == "mla":
+        small.update(head_dim=8, qk_rope_head_dim=4, v_head_dim=6, kv_lora_rank=max(12, 4 * shards))
+        small.update(num_kv_heads=small.num_heads, q_lora_rank=8 * shards if model.q_lora_rank else 0)
     small.vocab_size, small.vocab_pad_multiple = _shrink_vocabulary(
         model, mesh["pipeline"] * tensor, sizes["pipeline"] * sizes["tensor"]
     )
     # Activations as large as in the model itself; tiny ones would hide soft caps and attention.
     widening = math.sqrt(model.embed_dim / small.embed_dim)
     small.init_stddev = max(model.init_stddev, min(MAX_STDDEV, model.init_stddev * max(1.0, widening)))
+
+
+def _shrink_experts(model, small, sizes: dict[str, int]) -> None:
+    """Few experts, but more than one on a device; as many for each token as before, up to three; groups stay groups."""
+    groups = 1 if model.router_groups == 1 else 4
+    small.num_experts = max(2 * groups, 2 * sizes["expert"])
+    small.update(router_groups=groups, router_top_groups=min(model.router_top_groups, 2) if groups > 1 else 1)
+    small.experts_per_token = min(model.experts_per_token, 3)
+    small.expert_mlp_dim = 12 * sizes["tensor"]
+    small.num_shared_experts = min(model.num_shared_experts, 1)
+    small.dense_first_layers = min(model.dense_first_layers, 1)
+    small.num_layers = min(model.num_layers, small.num_layers + small.dense_first_layers)
 
 
 def _shrink_heads(group: int, kv_heads: int, tensor: int, small_tensor: int) -> tuple[int, int]:

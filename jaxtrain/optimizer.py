@@ -78,7 +78,7 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
     Orthogonal updates are scaled by 0.2 * sqrt(max(rows, columns)) to Adam's size (Liu et al. 2025, section 2.2), so
     that one learning rate and decay serve both.
     """
-    outputs = {"heads", "kv_heads", "head_dim", "mlp"}
+    outputs = {"heads", "kv_heads", "head_dim", "mlp", "routes", "latent_out"}
 
     def in_block(path, names):
         return path[-1].key == "kernel" and names[0] == "layers"
@@ -86,7 +86,7 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
     def numbers(path, names):
         if not in_block(path, names):
             return optax.MaskedNode()  # what optax.partition puts in the places of other rules
-        rows = tuple(i for i, name in enumerate(names) if name == "embed")
+        rows = tuple(i for i, name in enumerate(names) if name in ("embed", "expert_embed", "latent"))
         columns = tuple(i for i, name in enumerate(names) if name in outputs)
         return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
 

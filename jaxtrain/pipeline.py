@@ -38,11 +38,12 @@ class Model(NamedTuple):
 
     Attributes:
       decoder: `(weights, slots, earlier, last, ready) -> Decoder` of `Stored` weights; the first alone for no gradients.
-      loss: `(decoder, x after all blocks, targets) -> LossSums`.
-      key: `(step, microbatch) -> dropout key`, which may be None.
+      loss: `(decoder, x after all blocks, targets, facts) -> LossSums`; `facts`: what the step knows of the whole batch.
+      key: `(facts, microbatch) -> dropout key`, which may be None.
       multiply: `(pair, row-parallel) -> ` gradient of a matrix of the blocks.
       places: nested dict of `weights.Place`s like the weights, those of blocks a layer's.
       slots: `last -> ` zeros like the gradients of a microbatch that is the last, or not.
+      no_sums: the losses of nothing.
     """
 
     decoder: Callable[..., Decoder]
@@ -51,17 +52,18 @@ class Model(NamedTuple):
     multiply: Callable[..., jax.Array]
     places: Any
     slots: Callable[[bool], Any]
+    no_sums: LossSums
 
 
 def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Callable:
-    """As `train.step.make_gradients`: `(weights, batch [M, b, T], step) -> (LossSums, gradients)` of this device's rows.
+    """As `train.step.make_gradients`: `(weights, batch [M, b, T], facts) -> (LossSums, gradients)` of this device's rows.
 
     Args:
       keep: "blocks": a stage keeps for its backward what its blocks keep; "input": its input alone.
     """
     last_chunk, last, splits = table.virtual - 1, not layout.defers, bool(table.pair_slots)
 
-    def gradients(weights, batch, step):
+    def gradients(weights, batch, facts):
         stage = index(layout, AXIS)
         weights, ready = _fetched(model.places, weights)
         zeros = model.slots(last)
@@ -70,7 +72,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             return model.decoder(weights, slots, sums and {**zeros, **sums}, last, ready)
 
         def key(microbatch):
-            return model.key(step, microbatch)
+            return model.key(facts, microbatch)
 
         def run(x, microbatch, chunk, stash=None):
             """Activations for the next stage, and what is kept: shapes of it, or arrays of the stash that has it."""
@@ -103,7 +105,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
 
         def head(x, sums, microbatch):
             def objective(x, slots):
-                losses = model.loss(decoder(slots, sums), x, batch["targets"][microbatch])
+                losses = model.loss(decoder(slots, sums), x, batch["targets"][microbatch], facts)
                 return losses.objective, losses
 
             (dx, found), losses = jax.grad(objective, argnums=(0, 1), has_aux=True)(x, zeros)
@@ -115,7 +117,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses = carry
             # What the round before gave out travels while this one's forward computes.
             arrived_dx, first_dx = permute(layout, dx, AXIS, -1), broadcast(layout, dx, AXIS, 0)
-            x = jnp.where((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
+            x = _choose((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
 
             def forward(carry):
                 return run(x, row.microbatch[0], row.chunk[0], Stash(carry[1], row.slot[0], structure))
@@ -133,7 +135,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             blocks, pairs = jax.lax.optimization_barrier((weights_phase(0, row, pairs, blocks), pairs))
             outer, losses, head_dx = _once("head", row.head >= 0, with_head, (outer, losses, head_dx))
             at_end = (stage == table.stages - 1) & (row.chunk[1] == last_chunk)
-            dx = jnp.where(at_end, head_dx[row.head_slot[1]], arrived_dx)
+            dx = _choose(at_end, jax.tree.map(lambda all: all[row.head_slot[1]], head_dx), arrived_dx)
 
             def backward(carry):
                 stashes = Stash(kept, row.slot[1], structure), Stash(carry[2], row.pair_slot[1], pair_structure)
@@ -163,15 +165,14 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             return _once(f"weights_{phase}", row.kind[phase] == WEIGHTS, multiply, blocks)
 
         x = embed(0)
-        later = (jax.eval_shape(lambda: x), batch["tokens"].shape[-1]) if splits else None
-        none, number = jnp.zeros_like(x), jnp.zeros((), jnp.int32)
+        later = (jax.eval_shape(lambda: x[0]), batch["tokens"].shape[-1]) if splits else None
+        none, number = jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.int32)
         like = jax.eval_shape(run, x, number, number)[1]
         pairs = jax.eval_shape(pull, x, like, {"blocks": zeros["blocks"]}, number, number)[2]
         (kept, structure), (pairs, pair_structure) = Stash.room(table.slots, like), Stash.room(table.pair_slots, pairs)
-        head_dx = jnp.zeros((table.head_slots, *x.shape), x.dtype)
+        head_dx = jax.tree.map(lambda leaf: jnp.zeros((table.head_slots, *leaf.shape), leaf.dtype), x)
         outer = {name: tree for name, tree in zeros.items() if name != "blocks"}
-        losses = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
-        start = (none, x, none, kept, pairs, head_dx, (zeros["blocks"], outer), losses)
+        start = (none, x, none, kept, pairs, head_dx, (zeros["blocks"], outer), model.no_sums)
         (*_, (blocks, outer), losses), _ = jax.lax.scan(round, start, _rows(table, stage))
         sums = {name: blocks if name == "blocks" else outer[name] for name in zeros}
         return losses, sums if last else _complete(model.places, sums)
@@ -179,27 +180,29 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
     return gradients
 
 
-def forward(layout: Layout, model: Model, finish: Callable, weights: Any, batch: Any, carry: Any) -> Any:
+def forward(layout: Layout, model: Model, finish: Callable, weights: Any, batch: Any, carry: Any, facts: Any = None) -> Any:
     """Forwards alone of rows [b, T], in as many microbatches as they divide into, up to four per stage.
 
     Args:
+      facts: of a training step, whose batch [M, b, T] has its microbatches; then with its dropout.
       finish: `(decoder, x [b', t, D] after all blocks, rows [b', T], microbatch, carry) -> carry`, on all stages.
     """
     stages, rows = layout.size(AXIS), batch["tokens"].shape[0]
-    count = max(n for n in range(1, 4 * stages + 1) if rows % n == 0)
+    count = rows if facts else max(n for n in range(1, 4 * stages + 1) if rows % n == 0)
     table, stage = forward_only(stages, count, layout.virtual_stages), index(layout, AXIS)
-    batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    if not facts:
+        batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
     decoder = model.decoder(weights)
 
     def key(microbatch):
-        return None
+        return model.key(facts, microbatch) if facts else None
 
     def embed(microbatch):
-        return decoder.embed(batch["tokens"][microbatch], batch["positions"][microbatch])[0]
+        return decoder.embed(batch["tokens"][microbatch], batch["positions"][microbatch], key(microbatch))[0]
 
     def round(carry, row):
         arrived, embedded, result = carry
-        x = jnp.where((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
+        x = _choose((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
 
         def run(_):
             blocks, *arguments = _stage(decoder, batch, key, row.microbatch[0], row.chunk[0])
@@ -213,7 +216,7 @@ def forward(layout: Layout, model: Model, finish: Callable, weights: Any, batch:
         return (arrived, embedded, result), None
 
     x = embed(0)
-    (_, _, carry), _ = jax.lax.scan(round, (jnp.zeros_like(x), x, carry), _rows(table, stage))
+    (_, _, carry), _ = jax.lax.scan(round, (jax.tree.map(jnp.zeros_like, x), x, carry), _rows(table, stage))
     return carry
 
 
@@ -243,8 +246,12 @@ def _once(name, active, function, carry):
         return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, carry: function(carry), carry)
 
 
+def _choose(first, a, b):
+    return jax.tree.map(lambda a, b: jnp.where(first, a, b), a, b)
+
+
 def _put(all, one, slot):
-    return jax.lax.dynamic_update_index_in_dim(all, one, slot, 0)
+    return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, slot, 0), all, one)
 
 
 def _stage(decoder, batch, key, microbatch, chunk, later=None):

@@ -7,6 +7,7 @@ Owns everything that must happen before JAX touches a device, the check that the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -357,3 +359,19 @@ def compat_cudnn_attention_backward(q, k, v, mask, lengths, scale: float, lse, o
         settings["score_mod"] = None
     arguments = (q, k, v, bias, *counts, unused, unused, unused, unused, lse, out, g)
     return cudnn._dot_product_attention_bwd_p_wrapper.bind(*arguments, **settings)[:3]
+
+
+@contextlib.contextmanager
+def compat_cudnn_for(compute_capability: str) -> Iterator[None]:
+    """Within it, jax asks of cuDNN's attention what a GPU of this capability can do, though there is none here."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    def numbers(text):
+        return tuple(map(int, text.split(".")))
+
+    before = cudnn.check_compute_capability
+    cudnn.check_compute_capability = lambda wanted: numbers(compute_capability) >= numbers(wanted)
+    try:
+        yield
+    finally:
+        cudnn.check_compute_capability = before

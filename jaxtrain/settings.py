@@ -36,6 +36,16 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "num_layers": Setting(4, "Decoder blocks.", low=1),
         "embed_dim": Setting(256, "Width of the residual stream.", low=1),
+        "attention": Setting(
+            "gqa",
+            "gqa: grouped queries (multi-head with num_kv_heads = num_heads). mla: latent attention (DeepSeek-V2), queries, "
+            "keys and values from narrow projections; head_dim is then the width of a query, qk_rope_head_dim of it rotated.",
+            choices=("gqa", "mla"),
+        ),
+        "q_lora_rank": Setting(0, "mla: width of the projection that queries come from; 0: the residual stream itself.", low=0),
+        "kv_lora_rank": Setting(512, "mla: width of the projection that keys and values come from.", low=1),
+        "qk_rope_head_dim": Setting(64, "mla: how much of a head is rotated, with keys that all heads share.", low=2),
+        "v_head_dim": Setting(128, "mla: width of a head's values.", low=1),
         "num_heads": Setting(8, "Query heads.", low=1),
         "num_kv_heads": Setting(8, "Key/value heads; fewer than num_heads is GQA.", low=1),
         "head_dim": Setting(32, "Width of one head, independent of embed_dim / num_heads; even with RoPE.", low=1),
@@ -44,6 +54,32 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "swiglu",
             "swiglu and geglu are gated; gelu is the tanh approximation, gelu_exact uses erf.",
             choices=("swiglu", "geglu", "gelu", "gelu_exact"),
+        ),
+        "num_experts": Setting(0, "Experts of a mixture in place of the feed-forward layer; 0: a dense model.", low=0),
+        "experts_per_token": Setting(2, "Experts that each token sees (top-k).", low=1),
+        "expert_mlp_dim": Setting(0, "Hidden width of one expert.", low=0),
+        "num_shared_experts": Setting(0, "Experts that every token sees, as one MLP of so many times expert_mlp_dim.", low=0),
+        "dense_first_layers": Setting(0, "So many first blocks have an MLP of mlp_dim instead of experts.", low=0),
+        "router": Setting(
+            "softmax",
+            "Scores of experts in float32: softmax over all of them (Mixtral, Qwen3-MoE), or sigmoid of each (DeepSeek-V3). "
+            "The experts_per_token largest are chosen.",
+            choices=("softmax", "sigmoid"),
+        ),
+        "router_renormalize": Setting(
+            True, "The chosen scores are divided by their sum (norm_topk_prob); with softmax, a softmax over the chosen."
+        ),
+        "router_scale": Setting(1.0, "Multiplies the weights of the chosen (routed_scaling_factor).", above=0.0),
+        "router_groups": Setting(1, "Groups of experts, of which the best by their two best experts are chosen first.", low=1),
+        "router_top_groups": Setting(1, "How many groups a token may choose experts from.", low=1),
+        "router_bias": Setting(
+            False, "A bias per expert that takes part in the choice alone, moved by train.router_bias_rate (DeepSeek-V3)."
+        ),
+        "capacity_factor": Setting(
+            0.0,
+            "Tokens of a row that an expert takes, as a multiple of its even share; later ones pass it by (the residual stream "
+            "only). 0: all (dropless).",
+            low=0.0,
         ),
         "norm": Setting("rmsnorm", "Normalization before attention, MLP and head.", choices=("rmsnorm", "layernorm")),
         "norm_eps": Setting(1e-5, "Added to the variance inside norms.", above=0.0),
@@ -81,8 +117,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             1, "Pipeline stages; model.num_layers divides over them. The slowest link serves them well.", low=-1
         ),
         "data": Setting(-1, "Data-parallel replicas. One axis may be -1: whatever devices are left.", low=-1),
-        "fsdp": Setting(1, "Devices that share one copy of the sharded state; those of sequence share it too.", low=-1),
-        "expert": Setting(1, "Expert parallelism. Only 1 is supported so far.", low=-1),
+        "fsdp": Setting(1, "Devices that share one copy of the sharded state, with those of expert and sequence.", low=-1),
+        "expert": Setting(1, "Devices that share the experts; it splits the batch too.", low=-1),
         "sequence": Setting(1, "Devices that share one row's positions; attention by sharding.context_method.", low=-1),
         "tensor": Setting(1, "Megatron tensor parallelism; keep it inside a node.", low=-1),
     },
@@ -170,6 +206,12 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "What lies in pinned host memory: master (float32 weights), moments (optimizer state), and named activations that "
             "are kept for the backward.",
         ),
+        "expert_buffer_factor": Setting(
+            1.25,
+            "With mesh.expert: rows that a device can send to each other one at a time, as a multiple of what balanced experts "
+            "need. It sizes buffers and the experts' products; more load than that takes more rounds, and drops nothing.",
+            above=0.0,
+        ),
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },
     "overlap": {
@@ -184,6 +226,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
             "partial products. None: unless there are pipeline stages, which cannot have them.",
             optional=bool,
+        ),
+        "expert_rounds": Setting(
+            2, "With mesh.expert: parts in which rows travel to experts, one on its way while another is computed.", low=1
         ),
         "latency_hiding": Setting(True, "On GPUs: XLA's latency-hiding scheduler."),
         "combine_mib": Setting(
@@ -244,6 +289,22 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "seed": Setting(0, "Initial weights and dropout.", low=0),
         "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
         "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
+        "balance_loss": Setting(
+            0.0, "Weight of the balancing loss of experts, which is 1 in each layer when balanced.", low=0.0
+        ),
+        "balance_over": Setting(
+            "batch",
+            "Of what the experts' loads are shares in the balancing loss. batch: all rows of the step; with "
+            "accumulation_steps > 1 their loads are counted first, which costs another forward pass. sequence: each row by "
+            "itself (DeepSeek-V3); no such pass.",
+            choices=("batch", "sequence"),
+        ),
+        "router_z_loss": Setting(
+            0.0, "Weight of the mean of log(Z)^2 of the routers' logits (ST-MoE), summed over layers.", low=0.0
+        ),
+        "router_bias_rate": Setting(
+            1e-3, "With model.router_bias: each step an expert's bias moves by so much against its load; 0 leaves it.", low=0.0
+        ),
         "label_smoothing": _share("Share of the target spread evenly over the vocabulary."),
         "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1),
     },

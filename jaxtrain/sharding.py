@@ -28,10 +28,11 @@ from jaxtrain.validate import AXES
 
 Dims = tuple[str | None, ...]
 
-# Axes whose devices share one copy of the sharded state. Those of `sequence` have other tokens, as those of `fsdp` do; without
-# them the state would grow with the devices that share a row.
-STATE_AXES = ("fsdp", "sequence")
-# Dimension of a weight -> axes. `STATE_AXES` are kept only in the placements that the ZeRO stage shards.
+# Axes whose devices share one copy of the sharded state. Those of `sequence` and `expert` have other tokens, as those of `fsdp`
+# do; without them the state would grow with the devices that share a row, or the experts.
+STATE_AXES = ("fsdp", "expert", "sequence")
+EXPERT_STATE_AXES = ("fsdp", "sequence")  # of experts, which are split over `expert` in all placements
+# Dimension of a weight -> axes. Those that begin with `fsdp` are kept only in the placements that the ZeRO stage shards.
 WEIGHT_RULES: dict[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
     "vocab": ("pipeline", "tensor"),  # stages share its work: none of them has more than the others
@@ -39,7 +40,12 @@ WEIGHT_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "embed": STATE_AXES,
+    "latent": STATE_AXES,  # input of the projections of latent attention
+    "latent_out": (),  # its output
     "lookup": STATE_AXES,  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
+    "experts": ("expert",),
+    "expert_embed": EXPERT_STATE_AXES,  # the embed dimension of experts
+    "routes": (),  # experts as the outputs of their router, which every device needs whole
     "head_dim": (),
     "position": (),
     "vector": (),  # norm scales and biases of the residual: whole everywhere, too small to send in pieces
@@ -102,7 +108,7 @@ class Layout:
         sharded = ZERO_STAGES[self.zero_stage]
         if "fsdp" in axes and placement not in sharded and not (dim == "lookup" and "storage" in sharded):
             return ()
-        return axes
+        return tuple(axis for axis in axes if axis != "expert" or dim == "experts" or self.size("expert") > 1)
 
     def layer_order(self, count: int) -> np.ndarray:
         """[stages, layers of a stage]: which layers stages hold, in the order in which the blocks' weights are stored.
@@ -118,6 +124,10 @@ class Layout:
         """Whether the sum of gradients over some devices waits for the last microbatch of a step."""
         at_once = set(STATE_AXES) if "gradient" in ZERO_STAGES[self.zero_stage] else set()
         return self.size(*(axis for axis in TOKEN_AXES if axis not in at_once)) > 1
+
+    def zero_axes(self, dims: Dims) -> tuple[str, ...]:
+        """Axes over which a ZeRO stage shards a weight, in whatever placements."""
+        return next((WEIGHT_RULES[dim] for dim in dims if dim is not None and "fsdp" in WEIGHT_RULES[dim]), STATE_AXES)
 
     def divided(self, dim: str) -> bool:
         """Whether stored heads are split over `tensor`: not where they must be padded or replicated to divide."""
@@ -284,15 +294,16 @@ def _used(layout, axes):
     return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if layout.size(axis) > 1)
 
 
-def permute(layout: Layout, x: jax.Array, axis: str, by: int) -> jax.Array:
-    """The array of the device `by` places earlier along an axis, around the ring."""
+def permute(layout: Layout, x: Any, axis: str, by: int) -> Any:
+    """The array, or tree of them, of the device `by` places earlier along an axis, around the ring."""
     ways = layout.size(axis)
     return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)]) if ways > 1 else x
 
 
 def broadcast(layout: Layout, x: jax.Array, axis: str, source: int) -> jax.Array:
-    """The array of one device along an axis, on each of them."""
-    return psum(layout, jnp.where(index(layout, axis) == source, x, jnp.zeros_like(x)), axis)
+    """The array, or tree of them, of one device along an axis, on each of them."""
+    mine = index(layout, axis) == source
+    return psum(layout, jax.tree.map(lambda a: jnp.where(mine, a, jnp.zeros_like(a)), x), axis)
 
 
 def index(layout: Layout, axis: str) -> jax.Array | int:

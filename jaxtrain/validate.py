@@ -19,7 +19,6 @@ from jaxtrain.config import ConfigError
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")  # slowest link first
 BYTE_VOCAB = 258
-NOT_YET = {"expert": "expert parallelism (it needs mixture-of-experts layers)"}
 
 
 def require_valid(config: ml_collections.ConfigDict, num_devices: int | None = None) -> None:
@@ -65,8 +64,6 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
     for axis, size in sizes.items():
         if size == 0:
             found.append(f"mesh.{axis}: must be at least 1 (or -1 for one axis), got 0")
-        if axis in NOT_YET and size not in (0, 1):
-            found.append(f"mesh.{axis}: {NOT_YET[axis]} is not supported yet, got {size}; set it to 1")
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         found.append(f"mesh: only one axis may be -1, got {' and '.join(free)}")
@@ -89,7 +86,9 @@ def _model_problems(model: ml_collections.ConfigDict) -> list[str]:
             f"model.num_kv_heads: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} key/value heads; "
             f"nearest: {_divisors_text(model.num_heads, model.num_kv_heads)}"
         )
-    if model.position == "rope" and model.head_dim % 2:
+    if model.attention == "mla":
+        found += _latent_problems(model)
+    elif model.position == "rope" and model.head_dim % 2:
         found.append(f"model.head_dim: RoPE rotates pairs, {model.head_dim} is odd; nearest: {model.head_dim + 1}")
     if model.rope_scaling == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         found.append(
@@ -100,6 +99,57 @@ def _model_problems(model: ml_collections.ConfigDict) -> list[str]:
         found.append(
             f"model.global_attention_every: {model.global_attention_every} means nothing without "
             "model.sliding_window_tokens; set a window or 0"
+        )
+    return found + _expert_problems(model)
+
+
+def _latent_problems(model: ml_collections.ConfigDict) -> list[str]:
+    found, rotated = [], model.qk_rope_head_dim
+    if model.num_kv_heads != model.num_heads:
+        found.append(
+            f"model.num_kv_heads: latent attention has as many as query heads, got {model.num_kv_heads}; set {model.num_heads}"
+        )
+    if model.position != "rope":
+        found.append(f"model.position: latent attention rotates a part of each head, got {model.position}; use rope")
+    if rotated % 2 or rotated >= model.head_dim:
+        found.append(f"model.qk_rope_head_dim: must be even and less than model.head_dim={model.head_dim}, got {rotated}")
+    if model.v_head_dim > model.head_dim:
+        found.append(f"model.v_head_dim: {model.v_head_dim} exceeds model.head_dim={model.head_dim}")
+    for key in ("qkv_bias", "qk_norm"):
+        if model[key]:
+            found.append(f"model.{key}: latent attention has none; set it to False")
+    return found
+
+
+def _expert_problems(model: ml_collections.ConfigDict) -> list[str]:
+    experts, k, found = model.num_experts, model.experts_per_token, []
+    if not experts:
+        for key in ("num_shared_experts", "dense_first_layers", "router_bias", "capacity_factor"):
+            if model[key]:
+                found.append(f"model.{key}: {model[key]} means nothing without experts; set model.num_experts, or {key} to 0")
+        return found
+    if not model.expert_mlp_dim:
+        found.append(f"model.expert_mlp_dim: {experts} experts need the hidden width of one, got 0")
+    if model.mlp_bias:
+        found.append("model.mlp_bias: experts have no biases; set it to False")
+    if k > experts:
+        found.append(f"model.experts_per_token: {k} of {experts} experts (model.num_experts); at most {experts}")
+    if model.dense_first_layers >= model.num_layers:
+        found.append(
+            f"model.dense_first_layers: {model.dense_first_layers} of model.num_layers={model.num_layers} leave none with "
+            f"experts; at most {model.num_layers - 1}, or model.num_experts=0"
+        )
+    groups, taken = model.router_groups, model.router_top_groups
+    if experts % groups:
+        found.append(
+            f"model.router_groups: {experts} experts do not divide into {groups} groups; "
+            f"nearest: {_divisors_text(experts, groups)}"
+        )
+    elif taken > groups:
+        found.append(f"model.router_top_groups: {taken} of {groups} groups (model.router_groups); at most {groups}")
+    elif k > experts // groups * taken:
+        found.append(
+            f"model.experts_per_token: {k} of the {experts // groups * taken} experts in model.router_top_groups={taken} groups"
         )
     return found
 
@@ -117,17 +167,30 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
         )
     if model.mlp_dim % tensor:
         found.append(_indivisible("model.mlp_dim", model.mlp_dim, "mesh.tensor", tensor))
+    if model.num_experts:
+        if model.expert_mlp_dim % tensor:
+            found.append(_indivisible("model.expert_mlp_dim", model.expert_mlp_dim, "mesh.tensor", tensor))
+        if model.num_experts % sizes["expert"]:
+            found.append(
+                f"mesh.expert: {model.num_experts} experts (model.num_experts) do not divide over {sizes['expert']} devices; "
+                f"nearest: {_divisors_text(model.num_experts, sizes['expert'])}"
+            )
+    elif sizes["expert"] > 1:
+        found.append(f"mesh.expert: a dense model has no experts to split over {sizes['expert']} devices; use mesh.fsdp")
     if model.num_kv_heads < tensor and tensor % model.num_kv_heads:
         found.append(
             f"model.num_kv_heads: {model.num_kv_heads} key/value heads cannot be replicated evenly over mesh.tensor={tensor}; "
             f"nearest tensor sizes: {_nearest_text(tensor, model.num_kv_heads)}, "
             f"or a divisor of {model.num_kv_heads}: {_divisors_text(model.num_kv_heads, tensor)}"
         )
-    sharers = fsdp * sizes["sequence"]
-    if config.sharding.zero_stage and model.embed_dim % sharers:
-        by = "mesh.fsdp" if sizes["sequence"] == 1 else "mesh.fsdp x sequence"
-        fitting = f", or {by} {_divisors_text(model.embed_dim, sharers)}"
-        found.append(_indivisible("model.embed_dim", model.embed_dim, by, sharers) + fitting)
+    shards = fsdp * sizes["expert"] * sizes["sequence"]
+    over = "mesh." + " x ".join(axis for axis in ("fsdp", "expert", "sequence") if axis == "fsdp" or sizes[axis] > 1)
+    if config.sharding.zero_stage and model.embed_dim % shards:
+        fitting = f", or {over} {_divisors_text(model.embed_dim, shards)}"
+        found.append(_indivisible("model.embed_dim", model.embed_dim, over, shards) + fitting)
+    for key in ("q_lora_rank", "kv_lora_rank") if config.sharding.zero_stage and model.attention == "mla" else ():
+        if model[key] % shards:
+            found.append(_indivisible(f"model.{key}", model[key], over, shards))
     return found
 
 
@@ -137,6 +200,14 @@ def _pipeline_problems(config: ml_collections.ConfigDict, stages: int) -> list[s
         if pipeline.virtual_stages > 1:
             found.append(f"pipeline.virtual_stages: {pipeline.virtual_stages} means nothing with mesh.pipeline=1; set 1")
         return found
+    model = config.model
+    if model.dense_first_layers:
+        found.append(
+            f"model.dense_first_layers: stages of mesh.pipeline={stages} must be alike, {model.dense_first_layers} dense "
+            "layers would be in the first alone; set it to 0, or mesh.pipeline to 1"
+        )
+    if model.num_experts and pipeline.schedule == "zero_bubble":
+        found.append("pipeline.schedule: zero_bubble cannot put off the gradients of experts; use 1f1b")
     virtual, every = pipeline.virtual_stages, config.memory.remat_every_blocks
     reason = pipeline_schedule.refusal(pipeline.schedule, stages, virtual, config.train.accumulation_steps)
     if reason:
@@ -170,10 +241,12 @@ def _step_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"precision.products: fp8 needs precision.compute_dtype=bfloat16, got {config.precision.compute_dtype}; "
             "set that, or products=compute"
         )
-    if layers % memory.remat_every_blocks:
+    dense = config.model.dense_first_layers
+    if layers % memory.remat_every_blocks or dense % memory.remat_every_blocks:
         found.append(
-            f"memory.remat_every_blocks: {memory.remat_every_blocks} does not divide model.num_layers={layers}; "
-            f"nearest: {_divisors_text(layers, memory.remat_every_blocks)}"
+            f"memory.remat_every_blocks: {memory.remat_every_blocks} does not divide model.num_layers={layers}"
+            + (f" and model.dense_first_layers={dense}" if dense else "")
+            + f"; nearest: {_divisors_text(math.gcd(layers, dense), memory.remat_every_blocks)}"
         )
     if memory.remat == "none" and memory.remat_every_blocks > 1:
         found.append(
@@ -328,7 +401,7 @@ def _fitting_axes(sizes: dict[str, int], num_devices: int, known: int, at_most: 
     found = []
     for axis, size in sizes.items():
         rest = known // abs(size)
-        if axis not in NOT_YET and (size > 1 or axis == "data" and known == 1) and num_devices % rest == 0:
+        if (size > 1 or axis == "data" and known == 1) and num_devices % rest == 0:
             fitting = _divisors_text(num_devices // rest, size) if at_most else num_devices // rest
             found.append(f", or mesh.{axis} {fitting}")
     return "".join(found)

@@ -83,7 +83,40 @@ MODELS = {
         "attention_softcap": 2.0,
         "logit_softcap": 6.0,
     },
+    "mixtral": COMMON | {"num_layers": 2, "num_experts": 6, "experts_per_token": 2, "expert_mlp_dim": 20},
+    "qwen3_moe": COMMON
+    | {
+        "num_layers": 2,
+        "qk_norm": True,
+        "num_experts": 6,
+        "experts_per_token": 3,
+        "expert_mlp_dim": 20,
+        "router_renormalize": False,
+    },
+    "deepseek_v3": COMMON
+    | {
+        "num_layers": 3,
+        "attention": "mla",
+        "num_kv_heads": 4,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "head_dim": 10,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "dense_first_layers": 1,
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "expert_mlp_dim": 20,
+        "num_shared_experts": 2,
+        "router": "sigmoid",
+        "router_bias": True,
+        "router_scale": 2.5,
+        "router_groups": 4,
+        "router_top_groups": 2,
+    },
 }
+ORDER = ("gemma2", "gpt2", "llama3", "llama_tied", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")  # new ones at the end
+SEEDS = {name: seed for seed, name in enumerate(ORDER)}
 # Our `optimizer` section, and train.num_steps, of the 30 steps.
 CURVE_STEPS, CURVE_ROWS = 30, 4
 CURVE = {
@@ -158,47 +191,139 @@ def reference_config(name: str, model: dict) -> transformers.PretrainedConfig:
             attn_logit_softcapping=model["attention_softcap"],
             final_logit_softcapping=model["logit_softcap"],
         )
+    if name == "mixtral":
+        shared |= {"num_local_experts": model["num_experts"], "intermediate_size": model["expert_mlp_dim"]}
+        del shared["attention_bias"]
+        return transformers.MixtralConfig(**shared, num_experts_per_tok=model["experts_per_token"], hidden_act="silu")
+    if name == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(
+            **shared,
+            hidden_act="silu",
+            num_experts=model["num_experts"],
+            num_experts_per_tok=model["experts_per_token"],
+            moe_intermediate_size=model["expert_mlp_dim"],
+            norm_topk_prob=model["router_renormalize"],
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
+    if name == "deepseek_v3":
+        del shared["head_dim"]
+        return transformers.DeepseekV3Config(
+            **shared,
+            hidden_act="silu",
+            first_k_dense_replace=model["dense_first_layers"],
+            n_routed_experts=model["num_experts"],
+            num_experts_per_tok=model["experts_per_token"],
+            moe_intermediate_size=model["expert_mlp_dim"],
+            n_shared_experts=model["num_shared_experts"],
+            n_group=model["router_groups"],
+            topk_group=model["router_top_groups"],
+            routed_scaling_factor=model["router_scale"],
+            norm_topk_prob=True,
+            q_lora_rank=model["q_lora_rank"],
+            kv_lora_rank=model["kv_lora_rank"],
+            qk_nope_head_dim=model["head_dim"] - model["qk_rope_head_dim"],
+            qk_rope_head_dim=model["qk_rope_head_dim"],
+            v_head_dim=model["v_head_dim"],
+        )
     if name == "qwen3":
         return transformers.Qwen3Config(**shared, hidden_act="silu")
     return transformers.LlamaConfig(**shared, hidden_act="silu", mlp_bias=model.get("mlp_bias", False))
 
 
 Read = Callable[[str], np.ndarray]
+Change = Callable[[np.ndarray], np.ndarray]
+Stack = Callable[..., np.ndarray]  # (name in a layer, change) -> arrays of some layers, stacked
 
 
 def llama_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
-    """Our parameters by dotted name, from `read(name of Llama, Qwen3 or Gemma-2)`. torch's Linear weights are [out, in]."""
-    L, D, N, K, H = (model[key] for key in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim"))
-
-    def stack(name: str, change: Callable[[np.ndarray], np.ndarray] = lambda w: w) -> np.ndarray:
-        return np.stack([change(read(f"model.layers.{i}.{name}")) for i in range(L)])
-
+    """Our parameters by dotted name, from `read(name of Llama and those like it)`. torch's Linear weights are [out, in]."""
     ours = {"embedder.table": read("model.embed_tokens.weight"), "final_norm.scale": read("model.norm.weight")}
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if model.get("post_norms"):
-        norms["attention_post_norm"] = "post_attention_layernorm"
-        norms |= {"mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+    if not model.get("tie_embeddings"):
+        ours["head.kernel"] = read("lm_head.weight").T
+    dense, layers = model.get("dense_first_layers", 0), model["num_layers"]
+    for name, numbers in (("dense_blocks", range(dense)), ("blocks", range(dense, layers))):
+        if not numbers:
+            continue
+
+        def stack(name: str, change: Change = lambda w: w, numbers: range = numbers) -> np.ndarray:
+            return np.stack([change(read(f"model.layers.{i}.{name}")) for i in numbers])
+
+        attention = latent_attention if model.get("attention") == "mla" else grouped_attention
+        mlp = experts if name == "blocks" and model.get("num_experts") else dense_mlp
+        norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        if model.get("post_norms"):
+            norms["attention_post_norm"] = "post_attention_layernorm"
+            norms |= {"mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+        found = {f"{mine}.scale": stack(f"{theirs}.weight") for mine, theirs in norms.items()}
+        found |= attention(model, stack) | mlp(model, stack)
+        ours |= {f"{name}.{key}": array for key, array in found.items()}
+    return ours
+
+
+def grouped_attention(model: dict, stack: Stack) -> dict[str, np.ndarray]:
+    D, N, K, H = (model[key] for key in ("embed_dim", "num_heads", "num_kv_heads", "head_dim"))
+    ours = {}
     if model.get("qk_norm"):
-        norms |= {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
-    for mine, theirs in norms.items():
-        ours[f"blocks.{mine}.scale"] = stack(f"{theirs}.weight")
+        ours |= {f"attention.{name}_norm.scale": stack(f"self_attn.{name[0]}_norm.weight") for name in ("query", "key")}
     for mine, theirs, heads in (("query", "q_proj", N), ("key", "k_proj", K), ("value", "v_proj", K)):
         kernel = stack(f"self_attn.{theirs}.weight", lambda w, heads=heads: w.T.reshape(D, heads, H))
-        ours[f"blocks.attention.{mine}.kernel"] = kernel
+        ours[f"attention.{mine}.kernel"] = kernel
         if model.get("qkv_bias"):
             bias = stack(f"self_attn.{theirs}.bias", lambda b, heads=heads: b.reshape(heads, H))
-            ours[f"blocks.attention.{mine}.bias"] = bias
-    ours["blocks.attention.out.kernel"] = stack("self_attn.o_proj.weight", lambda w: w.reshape(D, N, H))
+            ours[f"attention.{mine}.bias"] = bias
+    ours["attention.out.kernel"] = stack("self_attn.o_proj.weight", lambda w: w.reshape(D, N, H))
     if model.get("attention_out_bias"):
-        ours["blocks.attention.out.bias"] = stack("self_attn.o_proj.bias")
+        ours["attention.out.bias"] = stack("self_attn.o_proj.bias")
+    return ours
+
+
+def latent_attention(model: dict, stack: Stack) -> dict[str, np.ndarray]:
+    """DeepSeek's. Its rotated dimensions lie in pairs, ours in halves: first all first ones, then all second ones."""
+    N, H, R, V, rank = (model[key] for key in ("num_heads", "head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+    halves = np.concatenate([np.arange(0, R, 2), np.arange(1, R, 2)])
+    order = np.concatenate([np.arange(H - R), H - R + halves])
+
+    def up(start, stop):
+        return stack("self_attn.kv_b_proj.weight", lambda w: w.T.reshape(rank, N, H - R + V)[:, :, start:stop])
+
+    return {
+        "attention.query_down.kernel": stack("self_attn.q_a_proj.weight", lambda w: w.T),
+        "attention.query_norm.scale": stack("self_attn.q_a_layernorm.weight"),
+        "attention.query.kernel": stack("self_attn.q_b_proj.weight", lambda w: w.T.reshape(-1, N, H)[:, :, order]),
+        "attention.key_value_down.kernel": stack("self_attn.kv_a_proj_with_mqa.weight", lambda w: w[:rank].T),
+        "attention.key_value_norm.scale": stack("self_attn.kv_a_layernorm.weight"),
+        "attention.rotated_key.kernel": stack("self_attn.kv_a_proj_with_mqa.weight", lambda w: w[rank:][halves].T),
+        "attention.key.kernel": up(0, H - R),
+        "attention.value.kernel": up(H - R, H - R + V),
+        "attention.out.kernel": stack("self_attn.o_proj.weight", lambda w: w.reshape(-1, N, V)),
+    }
+
+
+def dense_mlp(model: dict, stack: Stack, name: str = "mlp", theirs: str = "mlp") -> dict[str, np.ndarray]:
+    ours = {}
     for mine in ("gate", "up", "down"):
         # Ours are [D, F] all three: torch's [out, in] for down.
         turn = (lambda w: w) if mine == "down" else (lambda w: w.T)
-        ours[f"blocks.mlp.{mine}.kernel"] = stack(f"mlp.{mine}_proj.weight", turn)
+        ours[f"{name}.{mine}.kernel"] = stack(f"{theirs}.{mine}_proj.weight", turn)
         if model.get("mlp_bias"):
-            ours[f"blocks.mlp.{mine}.bias"] = stack(f"mlp.{mine}_proj.bias")
-    if not model.get("tie_embeddings"):
-        ours["head.kernel"] = read("lm_head.weight").T
+            ours[f"{name}.{mine}.bias"] = stack(f"{theirs}.{mine}_proj.bias")
+    return ours
+
+
+def experts(model: dict, stack: Stack) -> dict[str, np.ndarray]:
+    """transformers has gate and up in one array [E, 2F, D]."""
+    F = model["expert_mlp_dim"]
+    ours = {
+        "mlp.router.kernel": stack("mlp.gate.weight", lambda w: w.T),
+        "mlp.experts.gate.kernel": stack("mlp.experts.gate_up_proj", lambda w: w[:, :F].transpose(0, 2, 1)),
+        "mlp.experts.up.kernel": stack("mlp.experts.gate_up_proj", lambda w: w[:, F:].transpose(0, 2, 1)),
+        "mlp.experts.down.kernel": stack("mlp.experts.down_proj"),
+    }
+    if model.get("router_bias"):
+        ours["mlp.router.bias"] = stack("mlp.gate.e_score_correction_bias")
+    if model.get("num_shared_experts"):
+        ours |= dense_mlp(model, stack, "mlp.shared", "mlp.shared_experts")
     return ours
 
 
@@ -260,14 +385,21 @@ def fill(reference: torch.nn.Module, unit_offset: bool, seed: int) -> None:
             elif any(table in key for table in ("embed_tokens", "wte", "wpe", "lm_head")):
                 weight.normal_(0.0, 0.5, generator=generator)
             else:
-                fan_in = weight.shape[0] if "c_" in key else weight.shape[1]
+                fan_in = weight.shape[0] if "c_" in key else weight.shape[-1]
                 weight.normal_(0.0, 1.3 / math.sqrt(fan_in), generator=generator)
+        for bias in router_biases(reference).values():
+            bias.normal_(0.0, 0.2, generator=generator)
+
+
+def router_biases(reference: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of DeepSeek-V3, which are buffers: no gradient reaches them."""
+    return {key: buffer for key, buffer in reference.named_buffers() if key.endswith("e_score_correction_bias")}
 
 
 def build(name: str, model: dict) -> torch.nn.Module:
     config = reference_config(name, model)
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    fill(reference, model.get("norm_unit_offset", False), seed=sorted(MODELS).index(name))
+    fill(reference, model.get("norm_unit_offset", False), seed=SEEDS[name])
     return reference.eval()
 
 
@@ -281,8 +413,10 @@ def make_model(name: str, model: dict) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(7).integers(0, model["vocab_size"], (ROWS, LENGTH))
     output = reference(input_ids=torch.tensor(tokens), labels=torch.tensor(tokens))
     output.loss.backward()
-    weights = to_ours(name, model, arrays(dict(reference.named_parameters())))
-    gradients = to_ours(name, model, arrays({key: w.grad for key, w in reference.named_parameters()}))
+    biases = router_biases(reference)
+    weights = to_ours(name, model, arrays(dict(reference.named_parameters()) | biases))
+    no_gradients = {key: torch.zeros_like(bias) for key, bias in biases.items()}
+    gradients = to_ours(name, model, arrays({key: w.grad for key, w in reference.named_parameters()} | no_gradients))
     logits = output.logits.detach().numpy()
     largest = {key: float(np.abs(g).max()) for key, g in gradients.items()}
     print(

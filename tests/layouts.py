@@ -1,9 +1,9 @@
 """The layouts and models that test_layouts*.py compare with one device, and the comparison.
 
 Layouts: {ZeRO 0, 1, 2, 3, HSDP} x tensor {1, 2, 4} x accumulation {1, 4} on eight devices (HSDP over tensor=4 would need
-sixteen), and rows split over `sequence` by each method. Settings that must change no number (remat, prefetch, collective
-matmul, sequence parallelism) and the models vary from layout to layout. Documents are always packed, the vocabulary never
-divides.
+sixteen), rows split over `sequence` by each method, and mixtures of experts over `expert` beside each other axis. Settings that
+must change no number (remat, prefetch, collective matmul, sequence parallelism) and the models vary from layout to layout.
+Documents are always packed, the vocabulary never divides.
 """
 
 from __future__ import annotations
@@ -18,6 +18,21 @@ STEPS, RATE = 20, 0.5
 ALL = dict(model__num_layers=3, model__num_heads=6, data__global_batch_rows=32)
 # C21: two key/value heads over tensor=4 are replicated.
 UNEVEN_BY_2 = dict(model__num_heads=9, model__num_kv_heads=3)  # padded over tensor=2; 6 heads, 2 groups of 3: over tensor=4
+EXPERTS = ALL | dict(
+    model__dense_first_layers=1,
+    model__num_experts=16,
+    model__experts_per_token=3,
+    model__expert_mlp_dim=20,
+    model__num_shared_experts=1,
+    model__router="sigmoid",
+    model__router_groups=4,
+    model__router_top_groups=2,
+    model__router_scale=1.5,
+    model__router_bias=True,
+    train__router_bias_rate=0.01,
+    train__balance_loss=0.1,
+    train__router_z_loss=0.01,
+)
 MODELS = {
     "untied": ALL,
     "tied": ALL | UNEVEN_BY_2 | dict(model__tie_embeddings=True),
@@ -45,6 +60,9 @@ MODELS = {
         train__z_loss=0.01,
         train__label_smoothing=0.1,
     ),
+    # Mixtures of experts: all that a router may do, a dense first layer, both losses, the bias.
+    "experts": EXPERTS,
+    "capacity": EXPERTS | dict(model__capacity_factor=0.75, model__dense_first_layers=0, model__num_layers=2),
 }
 # Those take the longest to compile.
 OTHER_MODELS = {
@@ -122,6 +140,24 @@ def _layouts() -> dict[str, dict]:
         mesh__sequence=2,
         mesh__tensor=2,
         memory__remat="none",
+    )
+
+    found |= {
+        "expert 8": ("experts", dict(mesh__expert=8)),
+        "expert 2, tensor 2, fsdp 2": ("experts", dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__remat="full")),
+        "expert 4, sequence 2": ("experts", dict(mesh__expert=4, mesh__sequence=2, train__accumulation_steps=2)),
+        "expert 2, data 2, tensor 2": (
+            "capacity",
+            dict(mesh__expert=2, mesh__data=2, mesh__tensor=2, sharding__sequence_parallel=False, memory__remat="none"),
+        ),
+        "expert 2, sequence 2, fsdp 2": (
+            "capacity",
+            dict(mesh__expert=2, mesh__sequence=2, mesh__fsdp=2, sharding__zero_stage=2, train__accumulation_steps=2),
+        ),
+    }
+    found["pipeline 2, expert 2, fsdp 2"] = (
+        "capacity",
+        dict(mesh__pipeline=2, mesh__expert=2, mesh__fsdp=2, train__accumulation_steps=2),
     )
     return found
 

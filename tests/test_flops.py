@@ -19,7 +19,8 @@ def model_of(**changes):
 
 
 LLAMA2_7B = dict(vocab_size=32000, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=32, head_dim=128, mlp_dim=11008)
-MIXTRAL = dict(LLAMA2_7B, num_kv_heads=8, mlp_dim=14336)
+EIGHT = dict(num_experts=8, experts_per_token=2, expert_mlp_dim=14336)
+MIXTRAL = dict(LLAMA2_7B, num_kv_heads=8, mlp_dim=14336, **EIGHT)
 
 
 def test_llama2_7b_step_is_as_published():
@@ -33,11 +34,12 @@ def test_llama2_7b_step_is_as_published():
 
 
 def test_mixtral_counts_active_experts():
-    model, experts = model_of(**MIXTRAL), dict(num_experts=8, experts_per_token=2)
-    assert flops.matmul_params(model, **experts) == pytest.approx(12.75e9, rel=1e-3)
-    assert flops.matmul_params(model, num_experts=8, experts_per_token=8) == pytest.approx(46.57e9, rel=1e-3)
-    assert sum(flops.parameter_count(model, num_experts=8).values()) == 46_702_792_704
-    weights = flops.step_flops(model, 1000, 4096, **experts) - flops.attention_flops(model, 1000, 4096)
+    model = model_of(**MIXTRAL)
+    assert flops.matmul_params(model) == pytest.approx(12.75e9, rel=1e-3)
+    assert flops.matmul_params(model_of(**MIXTRAL | dict(experts_per_token=8))) == pytest.approx(46.57e9, rel=1e-3)
+    assert sum(flops.parameter_count(model).values()) == 46_702_792_704
+    assert flops.active_count(model) == 12_879_925_248
+    weights = flops.step_flops(model, 1000, 4096) - flops.attention_flops(model, 1000, 4096)
     assert weights == pytest.approx(6 * 12.75e9 * 1000, rel=1e-3)
 
 

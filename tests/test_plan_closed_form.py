@@ -37,7 +37,8 @@ def test_korthikanti():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_leaves_are_those_of_the_model(preset):
-    config = configs.load(f"configs/{preset}.py", [(f"mesh.{axis}", "1") for axis in ("data", "fsdp", "sequence", "tensor")])
+    axes = ("data", "fsdp", "expert", "sequence", "tensor")
+    config = configs.load(f"configs/{preset}.py", [(f"mesh.{axis}", "1") for axis in axes])
     config = config.copy_and_resolve_references().unlock()
     config.runtime.fake_devices = 0
     program = tiny.program(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import pathlib
 import re
 
@@ -29,6 +30,12 @@ PRESETS = {
     "qwen3_32b": (32_762_123_264, 32),
     "gpt2_124m": (124_439_808, 8),
     "gemma2_2b": (2_614_341_888, 8),
+    "quickstart_moe": (None, 8),
+    "mixtral_8x7b": (46_702_792_704, 16),
+    "mixtral_8x22b": (140_620_634_112, 64),
+    "qwen3_30b_a3b": (30_532_122_624, 8),
+    "qwen3_235b_a22b": (235_093_634_560, 64),
+    "deepseek_v3": (671_026_404_352, 256),  # as published (671,026,419,200) without the routers' biases
 }
 BIG = [name for name, (size, _) in PRESETS.items() if size]
 EVERY = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -81,7 +88,8 @@ def test_planned_memory_is_the_arithmetic(name):
     assert params == pytest.approx(size, rel=5e-3)
     assert float(gigabytes) == round(16 * size / shards / 1e9, digits)
     if name in BIG:
-        assert shards == config.mesh.fsdp * config.mesh.sequence * config.mesh.tensor
+        sharers = ("fsdp", "expert", "sequence", "tensor")
+        assert shards == math.prod(config.mesh[axis] for axis in sharers)
         count, gpu = re.search(r"Hardware (\d+) x ([\w ]+?)(?:,| \()", doc(name)).groups()
         assert int(count) == devices
         assert hardware.find(gpu) and 16 * size / shards < 0.5 * hardware.find(gpu).memory_bytes  # leaves room for activations
@@ -110,6 +118,9 @@ def test_planned_block_inputs_are_the_arithmetic(name):
         ("qwen3_8b", dict(qk_norm=True, tie_embeddings=False, rope_theta=1e6, norm_eps=1e-6, qkv_bias=False)),
         ("qwen3_32b", dict(qk_norm=True, tie_embeddings=False, rope_theta=1e6, norm_eps=1e-6, head_dim=128, num_heads=64)),
         ("gpt2_124m", dict(norm="layernorm", norm_eps=1e-5, mlp="gelu", position="learned", tie_embeddings=True)),
+        ("mixtral_8x7b", dict(router="softmax", router_renormalize=True, experts_per_token=2, rope_theta=1e6)),
+        ("qwen3_30b_a3b", dict(router="softmax", router_renormalize=True, experts_per_token=8, qk_norm=True)),
+        ("deepseek_v3", dict(router_groups=8, router_top_groups=4, router_scale=2.5, router_renormalize=True)),
         ("gemma2_2b", dict(norm_unit_offset=True, attention_scale=256**-0.5, attention_softcap=50.0, logit_softcap=30.0)),
         ("gemma2_2b", dict(sliding_window_tokens=4096, global_attention_every=2, mlp="geglu", scale_embeddings=True)),
     ],
@@ -117,6 +128,22 @@ def test_planned_block_inputs_are_the_arithmetic(name):
 def test_facts_that_the_size_does_not_show(name, facts):
     model = load(name).model
     assert {key: model[key] for key in facts} == facts
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [
+        ("mixtral_8x7b", "12.9e9"),
+        ("mixtral_8x22b", "39.2e9"),
+        ("qwen3_30b_a3b", "3.35e9"),
+        ("qwen3_235b_a22b", "22.2e9"),
+        ("deepseek_v3", "37.6e9"),
+    ],
+)
+def test_active_parameters(name, active):
+    """Published: 12.9, 39, 3.3, 22 and 37 billion."""
+    assert f"{active} of them active" in doc(name)
+    assert flops.active_count(load(name).model) == pytest.approx(float(active), rel=3e-3)
 
 
 def test_bench_has_the_shape_of_the_comparison():

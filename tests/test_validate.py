@@ -155,7 +155,7 @@ RULES = {
     "expert": (
         {"mesh__expert": 2},
         2,
-        "mesh.expert: expert parallelism (it needs mixture-of-experts layers) is not supported yet, got 2; set it to 1",
+        "mesh.expert: a dense model has no experts to split over 2 devices; use mesh.fsdp",
         {"mesh__expert": 1, "mesh__data": 2},
     ),
     "fake devices are known without starting any": (

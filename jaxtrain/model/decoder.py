@@ -1,6 +1,7 @@
-"""The decoder: embedding, blocks, final norm. Dense decoders of the Llama, Qwen, GPT-2 and Gemma families.
+"""The decoder: embedding, blocks, final norm. Llama, Qwen, GPT-2, Gemma, and the mixtures of experts among them.
 
-One block's code serves all layers: `stack` runs it over their stacked weights.
+One block's code serves all layers: `stack` runs it over their stacked weights. Where the first layers are dense and the others
+have experts, two such stacks follow each other.
 """
 
 from __future__ import annotations
@@ -17,27 +18,41 @@ from flax import nnx
 from jaxtrain.memory import Remat, name, named
 from jaxtrain.model import rope, stack
 from jaxtrain.model.attention.block import Attention, Cache, Rows
+from jaxtrain.model.attention.latent import LatentAttention
 from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
+from jaxtrain.model.moe import Moe
 from jaxtrain.model.products import Product
+from jaxtrain.model.router import Routing, nothing
 from jaxtrain.model.vocabulary import Embedding, Head
 from jaxtrain.model.weights import Weight, fetch, is_stored, places, ready
 from jaxtrain.sharding import Layout, all_gather, index
 
 DropoutKey = tuple[int, jax.Array, jax.Array]  # seed, step, indices [B] of rows in the step's global batch
+STACKS = ("dense_blocks", "blocks")  # names of stacked weights
 EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dropout keys
 
 
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, backend: str, product: Product):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        model: ml_collections.ConfigDict,
+        layout: Layout,
+        backend: str,
+        product: Product,
+        exchange: tuple[float, int] | None,
+    ):
         out_stddev = model.init_stddev / (math.sqrt(2 * model.num_layers) if model.init_scaled_outputs else 1.0)
         self.attention_norm, self.mlp_norm = _norm(model, layout), _norm(model, layout)
-        self.attention = Attention(rngs, model, layout, backend, out_stddev, product)
-        self.mlp = Mlp(rngs, model, layout, out_stddev, product)
+        attention = LatentAttention if model.attention == "mla" else Attention
+        self.attention = attention(rngs, model, layout, backend, out_stddev, product)
+        own = (rngs, model, layout, out_stddev, product)
+        self.mlp = Mlp(*own) if exchange is None else Moe(*own, exchange)
         self.attention_post_norm = _norm(model, layout) if model.post_norms else None
         self.mlp_post_norm = _norm(model, layout) if model.post_norms else None
         self.model, self.layout = model, layout
@@ -51,12 +66,16 @@ class Block(nnx.Module):
         with jax.named_scope("block_mid"):
             return self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0])), cache
 
-    def add_mlp(self, x: jax.Array, keys: tuple | None):
-        """Residual stream [B, t, D] -> the same. `keys`: as in `add_attention`."""
-        x = name(x, "block_mid")
-        hidden = self.mlp(named("mlp_in", self.mlp_norm, x))
+    def add_mlp(self, x: jax.Array, rows: Rows, keys: tuple | None) -> tuple[jax.Array, Routing | None]:
+        """Residual stream [B, t, D] -> the same, and the sums of a router, if there is one. `keys`: as in `add_attention`."""
+        x, sums = name(x, "block_mid"), None
+        hidden = named("mlp_in", self.mlp_norm, x)
+        if isinstance(self.mlp, Moe):
+            hidden, sums = self.mlp(hidden, rows.segments, rows.index)
+        else:
+            hidden = self.mlp(hidden)
         with jax.named_scope("block_in"):  # of the next one
-            return self._add(x, hidden, self.mlp_post_norm, fold(keys and keys[0], RESIDUAL_SITES[1]))
+            return self._add(x, hidden, self.mlp_post_norm, fold(keys and keys[0], RESIDUAL_SITES[1])), sums
 
     def _add(self, x, branch, post_norm, keys):
         branch = branch if post_norm is None else post_norm(branch)
@@ -70,6 +89,7 @@ class Final(NamedTuple):
     head: Weight  # [D, V], this device's part, to multiply them with
     cache: Cache | None
     fetched: Any  # of a nested dict like the weights, those that can be used again as ready ones; None if there are none
+    routing: Any  # `Routing` sums of this device, over its layers with experts; () without
 
 
 class Decoder(nnx.Module):
@@ -88,11 +108,18 @@ class Decoder(nnx.Module):
         remat: Remat,
         prefetch: str,
         product: Product,
+        exchange: tuple[float, int] = (1.0, 1),
     ):
+        def block(exchange):
+            return lambda rngs: Block(rngs, model, layout, backend, product, exchange)
+
         self.embedder = Embedding(rngs, model, layout, dtype)
         if model.position == "learned":
             self.positions = PositionTable(rngs, model, layout)
-        self.blocks = _stack(lambda rngs: Block(rngs, model, layout, backend, product), rngs, model.num_layers)
+        dense = model.dense_first_layers
+        if dense:
+            self.dense_blocks = _stack(block(None), rngs, dense)
+        self.blocks = _stack(block(exchange if model.num_experts else None), rngs, model.num_layers - dense)
         self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
             self.head = Head(rngs, model, layout, dtype)
@@ -118,18 +145,30 @@ class Decoder(nnx.Module):
         x, table = self.embed(tokens, positions, dropout_key, start)
         shared = self.shared(segments, positions, dropout_key, start)
         x, shared = jax.lax.optimization_barrier((x, shared))  # angles are computed while embeddings are on their way
-        blocks, stored, (numbers, windows) = self.layers()
-        x, after, cache, kept = stack.run(blocks, x, stored, self.after()[0], (numbers, windows, cache), shared)
-        x, head = self.final(x, after)
-        if kept is not None:
+        kept, caches, begin = {}, [], 0
+        for name_of in self.stacks:
+            blocks, stored, (numbers, windows) = self.layers(name_of)
+            own_cache = jax.tree.map(lambda a, begin=begin, end=begin + blocks.count: a[begin:end], cache)
+            last = name_of == self.stacks[-1]
+            of_layers = (numbers, windows, own_cache)
+            x, after, own_cache, copies = stack.run(blocks, x, stored, self.after()[0] if last else {}, of_layers, shared)
+            kept, caches, begin = kept | {name_of: copies}, [*caches, own_cache], begin + blocks.count
+        cache = jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
+        (x, routing), (x_final, head) = x, self.final(x, after)
+        if copies is None:
+            kept = None
+        else:
             own = {"embedder": {"table": head.value}} if self.model.tie_embeddings else {"head": {"kernel": head.value}}
-            kept = {"blocks": kept} | own | ({} if table is None else {"positions": {"table": table.value}})
-        return Final(x, self.head_matrix(head), cache, kept)
+            kept |= own | ({} if table is None else {"positions": {"table": table.value}})
+        return Final(x_final, self.head_matrix(head), cache, kept, routing)
 
     def embed(
         self, tokens: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
-    ) -> tuple[jax.Array, Weight | None]:
-        """What goes into the blocks [B, t, D], and the table of positions if there is one. Arguments as of `hidden`."""
+    ) -> tuple[tuple[jax.Array, Any], Weight | None]:
+        """What goes into the blocks, and the table of positions if there is one. Arguments as of `hidden`.
+
+        Through the blocks go activations [B, t, D] and the `Routing` sums of routers, () without experts.
+        """
         model, layout, table = self.model, self.layout, None
         x = self.embedder.embed(tokens)
         if model.scale_embeddings:
@@ -139,7 +178,8 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + read(table)[self._own(positions)]).astype(self.dtype)
             table = table.get_value()
         keys = None if dropout_key is None else dropout_keys(*dropout_key, self._own(self._in_row(tokens.shape[1], start)))
-        return dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE)), table
+        routing = nothing(model.num_layers - model.dense_first_layers, model.num_experts) if model.num_experts else ()
+        return (dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE)), routing), table
 
     def shared(
         self, segments: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
@@ -152,31 +192,42 @@ class Decoder(nnx.Module):
             return rows, None, None
         return rows, dropout_keys(*dropout_key, self._own(in_row)), dropout_keys(*dropout_key, in_row)
 
-    def layers(self) -> tuple[stack.Stack, Any, tuple[jax.Array, jax.Array]]:
-        """The blocks of this pipeline stage: how to run them, their weights, and the number and window of each layer.
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the stacks of blocks, in order."""
+        return STACKS if self.model.dense_first_layers else STACKS[1:]
+
+    def layers(self, name_of: str = "blocks") -> tuple[stack.Stack, Any, tuple[jax.Array, jax.Array]]:
+        """A stack of blocks of this pipeline stage: how to run them, their weights, and the number and window of each layer.
 
         Beside these two a block takes its cache, or None.
         """
-        layout, (graph, variables) = self.layout, nnx.split(self.blocks)
+        layout, (graph, variables) = self.layout, nnx.split(getattr(self, name_of))
+        dense, count = self.model.dense_first_layers, self.model.num_layers
+        first, count = (0, dense) if name_of != "blocks" else (dense, count - dense)
 
         def layer_keys(number, shared):
             _, keys, query_keys = shared
             return None if keys is None else (fold(keys, number), fold(query_keys, number))
 
         def attention(x, weights, of_layer, shared):
-            number, window, cache = of_layer
-            return nnx.merge(graph, weights).add_attention(x, shared[0], layer_keys(number, shared), window, cache)
+            (x, sums), (number, window, cache) = x, of_layer
+            block = nnx.merge(graph, weights)
+            x, cache = block.add_attention(x, shared[0], layer_keys(number, shared), window, cache)
+            return (x, sums), cache
 
         def mlp(x, weights, of_layer, shared):
-            return nnx.merge(graph, weights).add_mlp(x, layer_keys(of_layer[0], shared)), None
+            (x, sums), number = x, of_layer[0]
+            x, own = nnx.merge(graph, weights).add_mlp(x, shared[0], layer_keys(number, shared))
+            return (x, sums if own is None else _add_layer(sums, own, number - first)), None
 
         block_places = places(variables, layout, self.dtype)
-        order = layout.layer_order(self.model.num_layers)
+        order = first + layout.layer_order(count)
         numbers = jnp.asarray(order)[index(layout, "pipeline")]
         blocks = stack.Stack(
             {"attention": attention, "mlp": mlp},
             block_places,
-            self.after()[1],
+            self.after()[1] if name_of == "blocks" else {},
             order.shape[1] // layout.virtual_stages,
             self.remat,
             self.prefetch,
@@ -189,11 +240,11 @@ class Decoder(nnx.Module):
         norm = nnx.split(self.final_norm)[1]
         return {"norm": nnx.to_pure_dict(norm), "head": head}, {"norm": places(norm, self.layout, self.dtype), "head": place}
 
-    def final(self, x: jax.Array, after: dict) -> tuple[jax.Array, Weight]:
+    def final(self, x: Any, after: dict) -> tuple[jax.Array, Weight]:
         """Final activations [B, t, D] and the head as it is stored, of what the blocks give and `after` as fetched."""
-        return nnx.merge(nnx.split(self.final_norm)[0], after["norm"])(x), after["head"]
+        return nnx.merge(nnx.split(self.final_norm)[0], after["norm"])(x[0]), after["head"]
 
-    def end(self, x: jax.Array) -> tuple[jax.Array, Weight]:
+    def end(self, x: Any) -> tuple[jax.Array, Weight]:
         """Final activations and the head as a matrix, of what the blocks give, where these run in their own way."""
         x, head = self.final(x, jax.tree.map(fetch, *self.after(), is_leaf=is_stored))
         return x, self.head_matrix(head)
@@ -246,7 +297,7 @@ def dimension_names(decoder: Decoder) -> dict:
 
     def names(path, variable):
         dims = variable.get_metadata()["dims"]
-        return ("layers", *dims) if path[0] == "blocks" else dims
+        return ("layers", *dims) if path[0] in STACKS else dims
 
     return nnx.to_pure_dict(nnx.map_state(names, nnx.state(decoder, nnx.Param)))
 
@@ -254,6 +305,11 @@ def dimension_names(decoder: Decoder) -> dict:
 def weight_places(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
     """Nested dict like the weights', of `weights.Place`s; those of blocks are a layer's."""
     return places(nnx.state(decoder, nnx.Param), layout, dtype)
+
+
+def _add_layer(sums: Routing, own: Routing, layer: jax.Array) -> Routing:
+    """Sums with those of one layer: tables [L, E] get its row."""
+    return jax.tree.map(lambda a, b: a.at[layer].set(b) if a.ndim else a + b, sums, own)
 
 
 def _norm(model: ml_collections.ConfigDict, layout: Layout) -> Norm:

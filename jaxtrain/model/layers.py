@@ -21,13 +21,22 @@ from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scat
 
 
 def weight(
-    rngs: nnx.Rngs, shape: Sequence[int], dims: Dims, stddev: float, split_inputs: bool = False, row: bool = False
+    rngs: nnx.Rngs,
+    shape: Sequence[int],
+    dims: Dims,
+    stddev: float,
+    split_inputs: bool = False,
+    row: bool = False,
+    dtype: str | None = None,
 ) -> nnx.Param:
-    """A float32 matrix, normal with `stddev`, that knows the names of its dimensions. The last two: see `weights.Place`."""
+    """A float32 matrix, normal with `stddev`, that knows the names of its dimensions.
+
+    split_inputs, row: see `weights.Place`. dtype: in which it is used, if not in the compute dtype.
+    """
     if len(shape) != len(dims):
         raise ValueError(f"shape {tuple(shape)} and dimension names {dims} differ in rank")
     normal = jax.random.normal(rngs.params(), tuple(shape), jnp.float32)
-    return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs, row=row)
+    return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs, row=row, used_in=dtype)
 
 
 def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False) -> nnx.Param:
@@ -53,8 +62,9 @@ class Linear(nnx.Module):
         bias_split: bool = False,
         product: Product = plain,
         row: bool = False,
+        split_inputs: bool = False,
     ):
-        self.kernel = weight(rngs, shape, dims, stddev, row=row)
+        self.kernel = weight(rngs, shape, dims, stddev, split_inputs, row)
         self.bias = vector(*bias, 0.0, bias_split) if bias else None
         self.layout, self.product = layout, product
 
@@ -146,6 +156,26 @@ def _columns_backward(equation, layout, product, residuals, gs):
 _columns.defvjp(_columns_forward, _columns_backward)
 
 
+def own(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
+    """A product of this device's own positions with a matrix that is whole on each device of `tensor`; no collective."""
+    return linear.add_bias(_own(x, linear.kernel.get_value(), equation, linear.product))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _own(x, weight, equation, product):
+    return product(equation, x, weight.value, x.dtype)
+
+
+def _own_backward(equation, product, residuals, g):
+    x, weight = residuals
+    back, weigh = _transposed(equation)
+    dx = product(back, g, weight.value, x.dtype, gradient=0)
+    return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1))
+
+
+_own.defvjp(lambda x, weight, equation, product: (_own(x, weight, equation, product), (x, weight)), _own_backward)
+
+
 def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
     """Row-parallel product: this device's heads or mlp part [B, T, ...] -> the sum over `tensor` [B, t, D].
 
@@ -214,3 +244,25 @@ def own_positions(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     """Of T positions along `dim`, the t that this device has between blocks under sequence parallelism."""
     count = x.shape[dim] // layout.size("tensor")
     return jax.lax.dynamic_slice_in_dim(x, index(layout, "tensor") * count, count, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def shared_by_tensor(x: jax.Array, layout: Layout) -> jax.Array:
+    """[B, t, ...] -> [B, T, ...] for products of which each device of `tensor` has a part: the gradients are summed."""
+    return gather_positions(layout, x)
+
+
+shared_by_tensor.defvjp(
+    lambda x, layout: (shared_by_tensor(x, layout), None), lambda layout, _, g: (scatter_positions(layout, g),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def summed_over_tensor(x: jax.Array, layout: Layout) -> jax.Array:
+    """Parts [B, T, ...] -> their sum over `tensor` [B, t, ...]: the opposite of `shared_by_tensor`."""
+    return scatter_positions(layout, x)
+
+
+summed_over_tensor.defvjp(
+    lambda x, layout: (summed_over_tensor(x, layout), None), lambda layout, _, g: (gather_positions(layout, g),)
+)

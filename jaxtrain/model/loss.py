@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class LossSums(NamedTuple):
     objective: jax.Array  # what is minimized: smoothed cross-entropy + z_loss * log(Z)^2
     cross_entropy: jax.Array  # plain negative log-likelihood in nats; carries no gradient
     targets: jax.Array  # how many
+    routing: Any = ()  # `router.Routing` of mixtures of experts
 
 
 @dataclasses.dataclass(frozen=True)

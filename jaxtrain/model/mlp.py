@@ -25,8 +25,16 @@ GATED = ("swiglu", "geglu")
 class Mlp(nnx.Module):
     """down(act(gate(x)) * up(x)), or down(act(up(x))): column-parallel, then row-parallel over `tensor`."""
 
-    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout, out_stddev: float, product: Product):
-        d, f = model.embed_dim, model.mlp_dim
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        model: ml_collections.ConfigDict,
+        layout: Layout,
+        out_stddev: float,
+        product: Product,
+        width: int = 0,
+    ):
+        d, f = model.embed_dim, width or model.mlp_dim
         bias = ((f,), ("mlp",)) if model.mlp_bias else None
         into = functools.partial(Linear, rngs, (d, f), ("embed", "mlp"), model.init_stddev, layout, bias, product=product)
         self.gate = into() if model.mlp in GATED else None

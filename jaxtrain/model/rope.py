@@ -11,9 +11,12 @@ import numpy as np
 
 
 def inverse_frequencies(model: ml_collections.ConfigDict) -> np.ndarray:
-    """[H/2] float64 radians per position. Computed in float64 on the host, since they are constants of the program."""
-    half = np.arange(0, model.head_dim, 2, dtype=np.float64)
-    frequencies = model.rope_theta ** (-half / model.head_dim)
+    """[H/2] float64 radians per position, H what is rotated of a head.
+
+    Computed in float64 on the host, since they are constants of the program.
+    """
+    width = model.qk_rope_head_dim if model.attention == "mla" else model.head_dim
+    frequencies = model.rope_theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     if model.rope_scaling == "none":
         return frequencies
     # Llama 3.1: keep short wavelengths, divide long ones by the factor, blend linearly between.

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.weights import Place, Stored
-from jaxtrain.sharding import STATE_AXES, Layout, all_gather, all_to_all, psum
+from jaxtrain.sharding import Layout, all_gather, all_to_all, psum
 from jaxtrain.sharding import place as part_of
 
 TIED, LOOKUP = ("vocab", "embed"), ("vocab", "lookup")
@@ -78,12 +78,12 @@ def _embed(stored, tokens, place):
     """Where the table is sharded, ids travel instead: each device of `fsdp` looks up its part of D for all their tokens."""
     layout = place.layout
     sharded = _travels(stored, place)
-    ids = all_gather(layout, tokens, STATE_AXES, 0) if sharded else tokens
+    ids = all_gather(layout, tokens, place.zero_axes, 0) if sharded else tokens
     table = stored.value.astype(place.dtype) if sharded else place.fetch(stored).value
     rows, owned = _own_rows(table.shape[0], ids, layout)
     found = jnp.where(owned[..., None], table[rows], 0)
     found = psum(layout, scatter_positions(layout, found), "pipeline")
-    return all_to_all(layout, found, STATE_AXES, 0, 2) if sharded else found
+    return all_to_all(layout, found, place.zero_axes, 0, 2) if sharded else found
 
 
 def _embed_forward(stored, tokens, place):
@@ -95,7 +95,7 @@ def _embed_backward(place, residuals, g):
     sharded = _travels(stored, place)
     ids = tokens
     if sharded:  # the gradient of this device's part of D, from all tokens of `fsdp`: nothing is left to sum there
-        g, ids = all_to_all(layout, g, STATE_AXES, 2, 0), all_gather(layout, tokens, STATE_AXES, 0)
+        g, ids = all_to_all(layout, g, place.zero_axes, 2, 0), all_gather(layout, tokens, place.zero_axes, 0)
     g = gather_positions(layout, g)
     size, earlier = stored.value.shape[0], stored.earlier  # rows are never split over `fsdp`
     rows, owned = _own_rows(size, ids, layout)

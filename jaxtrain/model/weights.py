@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.sharding import STATE_AXES, TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
+from jaxtrain.sharding import TOKEN_AXES, Dims, Layout, all_gather, index, psum, reduce_scatter
 
 MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
 
@@ -112,7 +112,7 @@ class Place:
             value = value.astype(self.dtype)
             for dim, name in enumerate(self.dims):
                 if "fsdp" in self.layout.axes(name, "storage"):
-                    value = all_gather(self.layout, value, STATE_AXES, dim)
+                    value = all_gather(self.layout, value, self.zero_axes, dim)
             for dim, name in self._undivided():
                 value = self._pick_heads(value, dim, name)
         return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
@@ -122,13 +122,18 @@ class Place:
         return not stored.ready and self.sharded("storage")
 
     @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """Axes over which a ZeRO stage shards it: `fsdp`, and `expert` for what is not of an expert."""
+        return self.layout.zero_axes(self.dims)
+
+    @property
     def kept(self) -> bool:
         """Whether what is fetched once serves a whole step."""
         return self.matrix and self.sharded("storage") and not self.sharded("working")
 
     def sharded(self, placement: str) -> bool:
-        """Whether the weight is split over `fsdp` in a placement."""
-        return self.layout.size(*STATE_AXES) > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
+        """Whether the weight is split over `zero_axes` in a placement."""
+        return self.layout.size(*self.zero_axes) > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
 
     def give(self, gradient: jax.Array, earlier: jax.Array | None, last: bool, scattered: bool = False) -> jax.Array:
         """Where the float32 gradient of what `fetch` returned goes.
@@ -171,9 +176,10 @@ class Place:
         return self.sharded("gradient") or last and (self.sharded("optimizer") or self.layout.size(*self._sum_axes(False)) > 1)
 
     def _sum_axes(self, scattered):
-        """Axes over which a gradient is still to be summed."""
+        """Axes over which a gradient is still to be summed. An expert's has the tokens of all of `expert`: they came to it."""
         shared = ("tensor",) if self.split_inputs or self._undivided() else ()
-        return (*(axis for axis in TOKEN_AXES if axis not in STATE_AXES or not scattered), *shared)
+        done = (*(self.zero_axes if scattered else ()), *(("expert",) if "experts" in self.dims else ()))
+        return (*(axis for axis in TOKEN_AXES if axis not in done), *shared)
 
     def _undivided(self):
         """(dim, name) of heads that every device of `tensor` stores whole."""
@@ -185,7 +191,7 @@ class Place:
             return gradient
         dim = next(i for i, name in enumerate(self.dims) if "fsdp" in self.layout.axes(name, placement))
         sent = gradient.astype(self.layout.reduce_dtype)
-        return reduce_scatter(self.layout, sent, STATE_AXES, dim).astype(jnp.float32)
+        return reduce_scatter(self.layout, sent, self.zero_axes, dim).astype(jnp.float32)
 
     def _pick_heads(self, value, dim, name):
         """This device's heads of whole, unpadded ones."""
@@ -240,18 +246,13 @@ def own_heads_of(x: jax.Array, dim: int, layout: Layout) -> jax.Array:
 
 
 def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
-    """Nested dict like the weights' of the `Place`s of a module's variables; matrices are used in `dtype`."""
+    """Nested dict like the weights' of the `Place`s of a module's variables; matrices are used in `dtype`, or what they ask."""
 
     def place(path, variable):
         facts, matrix = variable.get_metadata(), path[-1] in MATRICES
-        return Place(
-            layout,
-            facts["dims"],
-            jnp.dtype(dtype if matrix else jnp.float32),
-            matrix,
-            facts.get("split_inputs", False),
-            facts.get("row", False),
-        )
+        used_in = (facts.get("used_in") or dtype) if matrix else jnp.float32
+        traits = facts.get("split_inputs", False), facts.get("row", False)
+        return Place(layout, facts["dims"], jnp.dtype(used_in), matrix, *traits)
 
     return nnx.to_pure_dict(nnx.map_state(place, variables))
 

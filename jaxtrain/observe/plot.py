@@ -1,4 +1,4 @@
-"""loss.png from metrics.jsonl: training and held-out loss above, the learning rate below."""
+"""loss.png and experts.png from metrics.jsonl: losses and learning rate; loads of experts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,44 @@ def loss_plot(workdir: str | pathlib.Path) -> pathlib.Path | None:
     top.legend(frameon=False, fontsize=11)
     bottom.set_xlabel("step")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
+    return _save(figure, axes, pathlib.Path(workdir) / "loss.png")
+
+
+def experts_plot(workdir: str | pathlib.Path, load: list[list[float]] | None) -> pathlib.Path | None:
+    """Draws WORKDIR/experts.png and returns its path; None for a dense model. Raises UserError.
+
+    Above, the fullest expert and the balancing loss over the steps; below, the load [L][E] of the last step. 1: an even share.
+    """
+    rows = read_rows(workdir)
+    fullest, balance = _curve(rows, "largest_load"), _curve(rows, "balance_loss")
+    if not fullest[0] or not load:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7.5, 5.0), dpi=150, layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=(2, 1))
+    top.plot(*fullest, color=_HELD_OUT, linewidth=1.5, label=f"fullest expert of any layer, last {fullest[1][-1]:.2f}")
+    top.plot(*balance, color=_TRAIN, linewidth=1.5, label=f"balancing loss, unscaled, last {balance[1][-1]:.3f}")
+    top.axhline(1.0, color=_RATE, linewidth=0.8)
+    top.set_ylabel("even share = 1")
+    top.set_xlabel("step")
+    top.legend(frameon=False, fontsize=11)
+    image = bottom.imshow(load, aspect="auto", cmap="coolwarm", vmin=0.0, vmax=2.0)
+    bottom.set_xlabel("expert")
+    bottom.set_ylabel("layer")
+    for axis in (bottom.xaxis, bottom.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=bottom, label="load, last step")
+    return _save(figure, (top,), pathlib.Path(workdir) / "experts.png")
+
+
+def _save(figure, axes, path: pathlib.Path) -> pathlib.Path:
     for axis in axes:
         axis.grid(color="#e6e6e6", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    path = pathlib.Path(workdir) / "loss.png"
-    temporary = path.with_name("loss.png.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         figure.savefig(temporary, format="png")
         temporary.replace(path)

@@ -156,6 +156,10 @@ class Progress:
             parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "grad_norm" in metrics:
             parts.append(f"grad norm {metrics['grad_norm']:.2f}")
+        if "largest_load" in metrics:
+            parts.append(f"fullest expert {metrics['largest_load']:.2f}x")
+        if metrics.get("dropped_share"):
+            parts.append(f"dropped {percent(metrics['dropped_share'])}")
         if metrics.get("skipped"):
             parts.append(f"skipped {metrics['skipped']:.0f}")
         return [f"step {steps_done}/{self._num_steps}", *parts, eta]

@@ -30,7 +30,7 @@ LONG_ROW_TOKENS, PART_TOKENS = 32_768, 8_192
 OFFLOADS = (("block_in",), ("moments",), ("block_in", "moments"), ("master", "moments"), ("block_in", "master", "moments"))
 EVERY = (2, 4)
 # Share of an axis's traffic that the computation waits for, at best: what is hidden behind products is hidden.
-EXPOSED = {"tensor": 0.3, "sequence": 0.1, "fsdp": 0.1, "fsdp+sequence": 0.1, "data": 0.3}
+EXPOSED = {"tensor": 0.3, "sequence": 0.1, "fsdp": 0.1, "fsdp+sequence": 0.1, "data": 0.3, "expert": 0.4}
 UNFUSED = 6.0  # times as long as cuDNN: attention whose scores go through memory, about 16 bytes each and way against 4 H FLOPs
 HOST_SHARE = 0.5  # of the host's memory may be pinned; loader, checkpoints and the system need the rest
 
@@ -143,9 +143,10 @@ def recomputed(config: ml_collections.ConfigDict) -> tuple[float, float]:
     kept = tuple(settings.keep) if settings.remat == "names" else KEPT[settings.remat]
     if kept is None:
         return 0.0, 0.0
+    width = (m.experts_per_token + m.num_shared_experts) * m.expert_mlp_dim if m.num_experts else m.mlp_dim
     matrices = {
         "qkv": m.embed_dim * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
-        "mlp_hidden": m.embed_dim * m.mlp_dim * (2 if m.mlp in ("swiglu", "geglu") else 1),
+        "mlp_hidden": m.embed_dim * width * (2 if m.mlp in ("swiglu", "geglu") else 1),
     }
     elements = sum(size for name, size in matrices.items() if name not in kept)
     if not kept:  # for the residual stream between attention and MLP, which is kept else
@@ -155,7 +156,7 @@ def recomputed(config: ml_collections.ConfigDict) -> tuple[float, float]:
 
 
 def _settings(config: ml_collections.ConfigDict, topology: compile.Topology) -> Iterator[dict[str, Any]]:
-    rest = topology.size
+    rest, expert = topology.size, max(1, config.mesh.expert)
     for axis in ("pipeline", "expert"):
         rest //= max(1, config.mesh[axis])
     for sequence in _sequences(config, topology):
@@ -164,10 +165,10 @@ def _settings(config: ml_collections.ConfigDict, topology: compile.Topology) -> 
                 data, left = divmod(rest, tensor * sequence * fsdp)
                 if left or topology.per_node % (tensor * sequence):
                     continue
-                for stage in (0,) if fsdp * sequence == 1 else (1, 2, 3):
+                for stage in (0,) if fsdp * expert * sequence == 1 else (1, 2, 3):
                     for remat in POLICIES:
                         for rows in ROWS_PER_DEVICE:
-                            count, left = divmod(config.data.global_batch_rows, rows * data * fsdp)
+                            count, left = divmod(config.data.global_batch_rows, rows * data * fsdp * expert)
                             if count and not left:
                                 yield {
                                     "mesh.data": data,

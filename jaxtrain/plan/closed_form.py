@@ -21,6 +21,9 @@ import numpy as np
 from jaxtrain import optimizer as optimizers
 from jaxtrain import pipeline_schedule
 from jaxtrain.activations import KEPT
+from jaxtrain.model.balance import needs_counts as counts_first
+from jaxtrain.model.exchange import sizes
+from jaxtrain.model.router import capacity
 from jaxtrain.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
 from jaxtrain.validate import AXES, mesh_sizes
 
@@ -94,34 +97,44 @@ def korthikanti(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: b
 def leaves(model: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
     """Every weight of the model as (dotted name, shape with the layers, names of its dimensions), in order of names."""
     m = model
-    d, f, n, k, h = m.embed_dim, m.mlp_dim, m.num_heads, m.num_kv_heads, m.head_dim
+    d, f = m.embed_dim, m.mlp_dim
+    dense = m.dense_first_layers if m.num_experts else 0
     vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple
     found: list[tuple[str, tuple[int, ...], Dims]] = []
 
-    def block(name, shape, dims):
-        found.append((f"blocks.{name}", (m.num_layers, *shape), ("layers", *dims)))
+    def some(stack, layers):
+        return lambda name, shape, dims: found.append((f"{stack}.{name}", (layers, *shape), ("layers", *dims)))
 
     def norm(add, name, width):
         add(f"{name}.scale", (width,), ("vector",))
         if m.norm == "layernorm":
             add(f"{name}.bias", (width,), ("vector",))
 
-    for name, heads, dim in (("query", n, "heads"), ("key", k, "kv_heads"), ("value", k, "kv_heads")):
-        block(f"attention.{name}.kernel", (d, heads, h), ("embed", dim, "head_dim"))
-        if m.qkv_bias:
-            block(f"attention.{name}.bias", (heads, h), (dim, "head_dim"))
-    block("attention.out.kernel", (d, n, h), ("embed", "heads", "head_dim"))
-    if m.attention_out_bias:
-        block("attention.out.bias", (d,), ("vector",))
-    if m.qk_norm:
-        for name in ("query_norm", "key_norm"):
-            block(f"attention.{name}.scale", (h,), ("vector",))
-    for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
-        block(f"mlp.{name}.kernel", (d, f), ("embed", "mlp"))
-        if m.mlp_bias:
-            block(f"mlp.{name}.bias", *(((d,), ("vector",)) if name == "down" else ((f,), ("mlp",))))
-    for name in ("attention_norm", "mlp_norm", *(("attention_post_norm", "mlp_post_norm") if m.post_norms else ())):
-        norm(block, name, d)
+    for block in (some("blocks", m.num_layers - dense), *([some("dense_blocks", dense)] if dense else [])):
+        for leaf in _attention_leaves(m):
+            block(*leaf)
+        for name in ("attention_norm", "mlp_norm", *(("attention_post_norm", "mlp_post_norm") if m.post_norms else ())):
+            norm(block, name, d)
+
+    def mlp(block, prefix, width):
+        for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
+            block(f"{prefix}.{name}.kernel", (d, width), ("embed", "mlp"))
+            if m.mlp_bias:
+                block(f"{prefix}.{name}.bias", *(((d,), ("vector",)) if name == "down" else ((width,), ("mlp",))))
+
+    if not m.num_experts:
+        mlp(some("blocks", m.num_layers), "mlp", f)
+    else:
+        block = some("blocks", m.num_layers - dense)
+        for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
+            block(f"mlp.experts.{name}.kernel", (m.num_experts, d, m.expert_mlp_dim), ("experts", "expert_embed", "mlp"))
+        block("mlp.router.kernel", (d, m.num_experts), ("embed", "routes"))
+        if m.router_bias:
+            block("mlp.router.bias", (m.num_experts,), ("routes",))
+        if m.num_shared_experts:
+            mlp(block, "mlp.shared", m.num_shared_experts * m.expert_mlp_dim)
+        if dense:
+            mlp(some("dense_blocks", dense), "mlp", f)
     norm(lambda *leaf: found.append(leaf), "final_norm", d)
     found.append(("embedder.table", (vocab, d), ("vocab", "embed" if m.tie_embeddings else "lookup")))
     if not m.tie_embeddings:
@@ -129,6 +142,41 @@ def leaves(model: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
     if m.position == "learned":
         found.append(("positions.table", (m.max_len_tokens, d), ("position", "embed")))
     return sorted(found)
+
+
+def _attention_leaves(m: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
+    """(name, shape, dimension names) of the attention weights of a block."""
+    d, n, k, h = m.embed_dim, m.num_heads, m.num_kv_heads, m.head_dim
+    found: list[tuple[str, tuple[int, ...], Dims]] = []
+
+    def add(name, shape, dims):
+        found.append((f"attention.{name}", shape, dims))
+
+    def latent(name, rank):
+        add(f"{name}_down.kernel", (d, rank), ("embed", "latent_out"))
+        add(f"{name}_norm.scale", (rank,), ("vector",))
+
+    add("out.kernel", (d, n, m.v_head_dim if m.attention == "mla" else h), ("embed", "heads", "head_dim"))
+    if m.attention_out_bias:
+        add("out.bias", (d,), ("vector",))
+    if m.attention == "mla":
+        if m.q_lora_rank:
+            latent("query", m.q_lora_rank)
+        first = ("latent", m.q_lora_rank) if m.q_lora_rank else ("embed", d)
+        add("query.kernel", (first[1], n, h), (first[0], "heads", "head_dim"))
+        latent("key_value", m.kv_lora_rank)
+        add("rotated_key.kernel", (d, m.qk_rope_head_dim), ("embed", "latent_out"))
+        for name, width in (("key", h - m.qk_rope_head_dim), ("value", m.v_head_dim)):
+            add(f"{name}.kernel", (m.kv_lora_rank, n, width), ("latent", "heads", "head_dim"))
+        return found
+    for name, heads, dim in (("query", n, "heads"), ("key", k, "kv_heads"), ("value", k, "kv_heads")):
+        add(f"{name}.kernel", (d, heads, h), ("embed", dim, "head_dim"))
+        if m.qkv_bias:
+            add(f"{name}.bias", (heads, h), (dim, "head_dim"))
+    if m.qk_norm:
+        for name in ("query_norm", "key_norm"):
+            add(f"{name}.scale", (h,), ("vector",))
+    return found
 
 
 def layout_of(config: ml_collections.ConfigDict, devices: int) -> Layout:
@@ -234,16 +282,37 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
     times, stored = (table.slots, shapes.layers // table.virtual) if table else (1, m.num_layers)
     if table and config.pipeline.keep == "input":
         return {"block_in": times * residual}
-    recomputing = stored // settings.remat_every_blocks  # layers
-    layers = {name: stored - recomputing for name in bytes_of}
-    for name in bytes_of if names is None else {"block_in", *(("block_mid",) if names else ()), *names}:
-        layers[name] += recomputing
-    found = {name: times * layers[name] * size for name, size in bytes_of.items() if layers[name] * size}
+    found: dict[str, int] = {}
+
+    def add(bytes_of, layers):
+        recomputing = layers // settings.remat_every_blocks
+        for name, size in bytes_of.items():
+            kept = names is None or name in ("block_in", *(("block_mid", "routes") if names else ()), *names)
+            if size and (stored := layers - recomputing * (not kept)):
+                found[name] = found.get(name, 0) + times * stored * size
+
+    dense = m.dense_first_layers if m.num_experts else stored
+    add(bytes_of, dense)
+    add(bytes_of | _expert_activations(config, layout, shapes), stored - dense)
     if table and table.pair_slots:  # inputs and gradients of each matrix
         count = 2 if _gated(m) else 1
         wide = (2 * heads + 2 * kv_heads) * m.head_dim + mlp * (count + 1)
         found["pairs"] = table.pair_slots * stored * (word * b * s * wide + (5 + count) * residual)
     return found
+
+
+def _expert_activations(config, layout, shapes) -> dict[str, int]:
+    """Of one layer with experts, what its MLP keeps: rows as they arrive, the hidden ones in blocks, where each went."""
+    m, word = config.model, shapes.word
+    if not m.num_experts:
+        return {}
+    s, tokens, width = shapes.exchange, shapes.rows * shapes.length, m.expert_mlp_dim // layout.size("tensor")
+    hidden = (s.rounds * s.blocks * s.block + tokens * m.num_shared_experts) * width * word * (2 if _gated(m) else 1)
+    return {
+        "routes": 4 * (4 * tokens * m.experts_per_token + m.num_experts),
+        "expert_in": s.rounds * s.received * (word * m.embed_dim + 4),
+        "mlp_hidden": hidden,
+    }
 
 
 class _Shapes:
@@ -262,6 +331,11 @@ class _Shapes:
         self.kv_heads = layout.heads.compute_kv_heads // tensor
         self.heads = self.kv_heads * layout.heads.compute_group
         self.whole = dataclasses.replace(layout, zero_stage=0)
+        if m.num_experts:
+            exchange = config.memory.expert_buffer_factor, config.overlap.expert_rounds
+            tokens, k = self.rows * self.length, m.experts_per_token
+            limit = self.rows * capacity(m, config.data.seq_len_tokens) if m.capacity_factor else None
+            self.exchange = sizes(layout, tokens, k, m.num_experts, *exchange, limit)
 
     def elements(self, placement: str, matrices: bool = False) -> int:
         """Elements of all weights on one device; `matrices`: without scales and biases."""
@@ -297,13 +371,14 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         if n > 1 and size:
             found[axes, what] = found.get((axes, what), 0) + round(size * times * rounds * (n - 1) / n)
 
-    sharers = layout.size(*STATE_AXES)
-    state = "+".join(axis for axis in STATE_AXES if layout.size(axis) > 1) or "fsdp"
-    stage = layout.zero_stage if sharers > 1 else 0
     b, s = shapes.rows, shapes.length
     residual = shapes.word * b * s * m.embed_dim
     for name, shape, dims in shapes.leaves:
         whole = shapes.size(shape, dims, "whole")
+        zero = layout.zero_axes(dims)
+        sharers = layout.size(*zero)
+        state = "+".join(axis for axis in zero if layout.size(axis) > 1) or "fsdp"
+        stage = layout.zero_stage if sharers > 1 else 0
         # The table itself does not travel where it is sharded: ids, rows and their gradients do.
         travels = name == "embedder.table" and (stage == 3 or (stage and not m.tie_embeddings))
         head = name == "head.kernel" or (name == "embedder.table" and m.tie_embeddings)
@@ -312,16 +387,22 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
             add(state, "token ids", 4 * b * s * sharers, 2 * count)
             add(state, "embedding rows", residual, 2 * count)
         if split and (head or not travels):
-            gathers = 1 if stage < 3 else count if head else 2 * count
+            gathers = 1 if stage < 3 else count if head else (2 + counts_first(config)) * count
             add(state, "weights", shapes.word * whole, gathers)
             add(state, "gradients", reduce_word * whole, count if stage >= 2 else 1)
         elif not split and sharers > 1:
             add(state, "gradients", reduce_word * whole, 2)
         part = shapes.size(shape, dims, "optimizer")
         for axis in TOKEN_AXES:
-            if axis not in STATE_AXES:
+            if axis not in zero and not (axis == "expert" and "experts" in dims):
                 add(axis, "gradients", reduce_word * part, 2)
     full = config.memory.remat == "full"
+    if m.num_experts:  # rows and their weights there, what the experts gave back; in the backward gradients likewise
+        rows = shapes.exchange.rounds * shapes.exchange.received * shapes.word * m.embed_dim
+        kept = config.memory.remat == "none" or "expert_in" in (KEPT.get(config.memory.remat) or config.memory.keep)
+        times = 4 + (not kept) + 2 * counts_first(config)
+        layers = shapes.layers - m.dense_first_layers
+        add("expert", "tokens of experts", rows, times * layers * count)
     if layout.size("tensor") > 1:
         gathers, scatters = 2 + 2 + 2, 2 + 2 + full  # the recomputed forward needs no last scatter
         if layout.sequence_parallel:

@@ -25,6 +25,7 @@ from jaxtrain import hardware, mesh, pipeline_schedule, runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import Gpu
+from jaxtrain.model.experts import OVERFLOW
 from jaxtrain.plan import buffers, hlo
 from jaxtrain.sharding import DescribedHost
 from jaxtrain.train.program import Program, build_program
@@ -82,9 +83,10 @@ class Compiled:
 
     @functools.cached_property
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Of a program with pipeline stages, as `pipeline_schedule.Table.shares`."""
+        """Of a program with pipeline stages, as `pipeline_schedule.Table.shares`; of experts, as if they were balanced."""
         table = pipeline_schedule.of(self.program.config, self.program.layout.size("pipeline"))
-        return table.shares() if table else ({}, {})
+        own, busy = table.shares() if table else ({}, {})
+        return own | {OVERFLOW: 0.0}, busy | {OVERFLOW: 0.0}
 
     @functools.cached_property
     def assignment(self) -> buffers.Assignment:
@@ -169,7 +171,8 @@ def compile_step(
     devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
     started = time.monotonic()
     program = build_program(config, mesh.build(config, devices))
-    lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
+    with runtime.compat_cudnn_for(topology.gpu.compute_capability):
+        lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
     try:
         with _dump_folder(options) as folder, DescribedHost.forgotten():

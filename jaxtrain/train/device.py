@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import ml_collections
 
 from jaxtrain import pipeline, pipeline_schedule
-from jaxtrain.model import products
+from jaxtrain.model import balance, products
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.layers import multiply_pair
-from jaxtrain.model.loss import LossSettings, LossSums, cross_entropy
+from jaxtrain.model.loss import IGNORE, LossSettings, LossSums, cross_entropy
+from jaxtrain.model.router import nothing
 from jaxtrain.model.vocabulary import padded_size
 from jaxtrain.model.weights import Stored
 from jaxtrain.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device, place, psum
@@ -52,6 +53,9 @@ def device_functions(
     plain = LossSettings(model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap)
     trained = dataclasses.replace(plain, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
     dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
+    layers_with_experts = model.num_layers - model.dense_first_layers
+    zero = jnp.zeros((), jnp.float32)
+    no_sums = LossSums(zero, zero, zero, nothing(layers_with_experts, model.num_experts) if model.num_experts else ())
     rows = config.data.global_batch_rows // config.train.accumulation_steps  # of a microbatch, over all devices
 
     def leaves(weights, slots=None, earlier=None, last=True, ready=None):
@@ -63,18 +67,54 @@ def device_functions(
     def hidden(decoder, batch, key=None):
         return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
 
-    def key(step, microbatch):
+    def key(facts, microbatch):
         own = rows // layout.size(*ACTIVATION_RULES["batch"])
         first = microbatch * rows + place(layout, "batch") * own
-        return (config.train.seed, step, first + jnp.arange(own)) if dropout else None
+        return (config.train.seed, facts[0], first + jnp.arange(own)) if dropout else None
 
-    def loss(weights, slots, earlier, last, ready, batch, step, microbatch):
-        final = hidden(merge(leaves(weights, slots, earlier, last, ready)), batch, key(step, microbatch))
-        return cross_entropy(final.x, final.head, batch["targets"], layout, trained), final.fetched
+    def with_routing(sums, routing, facts):
+        """Sums of a microbatch with what routers add to the objective: its gradient, the value comes in `gradients`."""
+        if not model.num_experts:
+            return sums
+        added = balance.objective(routing, facts[1], config, layout)
+        return sums._replace(objective=sums.objective + added - jax.lax.stop_gradient(added), routing=routing)
+
+    def loss(weights, slots, earlier, last, ready, batch, facts, microbatch):
+        final = hidden(merge(leaves(weights, slots, earlier, last, ready)), batch, key(facts, microbatch))
+        sums = cross_entropy(final.x, final.head, batch["targets"], layout, trained)
+        return with_routing(sums, final.routing, facts), final.fetched
+
+    def whole_batch(weights, batch, step):
+        """The `balance.Batch` of all microbatches; None for dense models."""
+        if not model.num_experts:
+            return None
+        targets = jnp.sum(batch["targets"] != IGNORE).astype(jnp.float32)
+        tokens = jnp.sum(batch["segment_ids"] > 0).astype(jnp.float32)
+        targets, tokens = psum(layout, (targets, tokens), *TOKEN_AXES)
+        if not balance.needs_counts(config):
+            own = config.train.accumulation_steps == 1
+            return balance.Batch(targets, tokens, None if own else no_sums.routing.counts)
+
+        def count(total, number):
+            rows_of = jax.tree.map(lambda x: x[number], batch)
+            found = hidden(merge(leaves(weights)), rows_of, key((step, None), number)).routing
+            return jax.tree.map(jnp.add, total, found), None
+
+        def count_at_end(decoder, x, rows, number, total):
+            return jax.tree.map(jnp.add, total, x[1])
+
+        if table:
+            routing = pipeline.forward(layout, stages, count_at_end, weights, batch, no_sums.routing, (step, None))
+        else:
+            routing, _ = jax.lax.scan(count, no_sums.routing, jnp.arange(config.train.accumulation_steps))
+        return balance.Batch(targets, tokens, balance.total(routing, layout).counts)
 
     def end(decoder, x, targets, settings):
         """Loss of what the blocks give."""
         return cross_entropy(*decoder.end(x), targets, layout, settings)
+
+    def end_of_training(decoder, x, targets, facts):
+        return with_routing(end(decoder, x, targets, trained), x[1], facts)
 
     def slots(last):
         placement = "optimizer" if last else "gradient"
@@ -84,21 +124,26 @@ def device_functions(
     table = pipeline_schedule.of(config, layout.size("pipeline"))
     stages = pipeline.Model(
         lambda *args: merge(leaves(*args)),
-        functools.partial(end, settings=trained),
+        end_of_training,
         key,
         functools.partial(multiply_pair, layout=layout, product=products.make(config.precision.products)),
         places,
         slots,
+        no_sums,
     )
     if table:
         accumulate = pipeline.make_gradients(table, layout, stages, config.pipeline.keep)
     else:
         keeps = any(p.kept for p in jax.tree.leaves(places["blocks"]))
-        accumulate = make_gradients(loss, slots, layout.defers, keeps)
+        accumulate = make_gradients(loss, slots, no_sums, layout.defers, keeps)
 
     def gradients(weights, batch, step):
-        sums, total = accumulate(weights, batch, step)
-        sums = psum(layout, sums, *TOKEN_AXES)
+        whole = whole_batch(weights, batch, step)
+        sums, total = accumulate(weights, batch, (step, whole))
+        sums = _sum_over_devices(sums, layout)
+        if model.num_experts:
+            added = balance.objective(sums.routing, whole._replace(counts=sums.routing.counts), config, layout)
+            sums = sums._replace(objective=sums.objective + added)
         total = jax.tree.map(lambda g, place: place.finish(g), total, places)
         squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g)), total)
         # The embedding's gradient and the small sums come last. Squares of the others are computed meanwhile, not after them.
@@ -110,11 +155,11 @@ def device_functions(
             return jax.tree.map(jnp.add, sums, end(decoder, x, rows["targets"], plain))
 
         if table:
-            sums = pipeline.forward(layout, stages, add, weights, batch, LossSums(*[jnp.zeros((), jnp.float32)] * 3))
+            sums = pipeline.forward(layout, stages, add, weights, batch, no_sums._replace(routing=()))
         else:
             final = hidden(merge(leaves(weights)), batch)
             sums = cross_entropy(final.x, final.head, batch["targets"], layout, plain)
-        return (psum(layout, sums, *TOKEN_AXES),)
+        return (_sum_over_devices(sums, layout),)
 
     def logits(weights, batch):
         decoder = merge(leaves(weights))
@@ -135,6 +180,12 @@ def device_functions(
         per_device(layout, evaluation, [stored, ROWS], [None]),
         per_device(layout, logits, [stored, ROWS], [LOGITS]),
     )
+
+
+def _sum_over_devices(sums: LossSums, layout: Layout) -> LossSums:
+    """Sums over all tokens: losses are equal on the devices of `tensor`, sums of a router perhaps not."""
+    losses = psum(layout, sums[:3], *TOKEN_AXES)
+    return LossSums(*losses, balance.total(sums.routing, layout) if sums.routing else ())
 
 
 def _norm(layout: Layout, squares: Any, dims: Any) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain import hardware, memory, overlap, precision, runtime
 from jaxtrain import optimizer as optimizers
 from jaxtrain.config import ConfigError
-from jaxtrain.model import products
+from jaxtrain.model import balance, products
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
 from jaxtrain.model.loss import LossSums
@@ -86,14 +86,14 @@ class Program:
     @property
     def layer_order(self) -> list[int]:
         """Which layer lies where in the blocks' arrays: see `Layout.layer_order`."""
-        return self.layout.layer_order(self.model.num_layers).ravel().tolist()
+        return self.layout.layer_order(self.model.num_layers - self.model.dense_first_layers).ravel().tolist()
 
     def in_own_order(self, state: Any, order: Sequence[int] | None) -> Any:
         """A state (or its weights) whose layers lie in `order` (None: as they follow each other), in this program's.
 
         Array by array, so that no second state exists.
         """
-        count = self.model.num_layers
+        count = len(self.layer_order)
         index = np.argsort(order or range(count))[self.layer_order]
 
         def moved(path, leaf):
@@ -136,7 +136,15 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     def make(key):
         rngs, remat = nnx.Rngs(params=key), memory.remat(config.memory)
         return Decoder(
-            rngs, model, layout, dtype, backend, remat, config.overlap.prefetch, products.make(config.precision.products)
+            rngs,
+            model,
+            layout,
+            dtype,
+            backend,
+            remat,
+            config.overlap.prefetch,
+            products.make(config.precision.products),
+            (config.memory.expert_buffer_factor, config.overlap.expert_rounds),
         )
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
@@ -167,9 +175,16 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     def loss_and_grads(params, batch, step):
         sums, grads, norm = gradients(params, batch, step)
         grads, norm = mean(sums, (grads, norm))
-        return mean_losses(sums) | {"grad_norm": norm}, grads
+        extra = balance.figures(sums.routing, config) if model.num_experts else {}
+        return mean_losses(sums) | extra | {"grad_norm": norm}, grads
 
-    train_step = make_train_step(gradients, optimizers.make_update(config, dims), config.optimizer.clip_norm)
+    def routed(params, sums, finite):
+        stored = sums.routing.counts[layout.layer_order(len(sums.routing.counts)).reshape(-1)]
+        params = balance.move_bias(params, stored, finite, config.train.router_bias_rate)
+        return params, balance.figures(sums.routing, config)
+
+    update = optimizers.make_update(config, dims)
+    train_step = make_train_step(gradients, update, config.optimizer.clip_norm, routed if model.num_experts else None)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     length, context = config.data.seq_len_tokens, layout.context
     natural = np.argsort(context.order(length)) if context.zigzag else slice(None)  # where each position of a row is

@@ -15,7 +15,7 @@ Batch = dict[str, jax.Array]
 LossFunction = Callable[[Any, Any, Any, bool, Any, Batch, jax.Array, jax.Array | int], tuple[LossSums, Any]]
 
 
-def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: bool, keeps: bool) -> Callable:
+def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], zero: LossSums, defers: bool, keeps: bool) -> Callable:
     """`(weights, batch, step) -> (LossSums, gradients)` of this device's batch [M, b, T], gradients summed over all devices.
 
     Sums of losses, gradients (float32) and targets run through the microbatches and are divided once, by the number of
@@ -24,6 +24,7 @@ def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: boo
     Args:
       loss: `(weights, slots, earlier, last, ready, batch [b, T], step, microbatch) -> (LossSums, fetched)`; gradients are
         those of `objective` by the slots, with the `earlier` ones added.
+      zero: sums over nothing.
       slots: zeros like the gradients of a microbatch that is the last (True) or not.
       defers: sums over devices wait for the last microbatch, which then stands outside the loop over microbatches.
       keeps: what weights the first microbatch has fetched (`fetched`) serve the others too; then it stands outside as well.
@@ -44,7 +45,7 @@ def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], defers: boo
             total, (sums, _) = differentiate(number, carry[0], last=not defers)
             return (total, jax.tree.map(jnp.add, carry[1], sums)), None
 
-        total, sums, start, stop = None, LossSums(*[jnp.zeros((), jnp.float32)] * 3), 0, count - defers
+        total, sums, start, stop = None, zero, 0, count - defers
         if count == 1 or keeps:
             total, (sums, fetched) = differentiate(0, None, last=not defers or count == 1)
             weights, ready, start = *_replace(weights, fetched), 1
@@ -75,11 +76,12 @@ def mean(sums: LossSums, gradients: Any) -> Any:
     return jax.tree.map(lambda g: g * share, gradients)
 
 
-def make_train_step(gradients: Callable, update: Callable, clip_norm: float) -> Callable:
-    """`(state, batch, learning_rate) -> (state, metrics)`; metrics are float32 scalars, the same on every mesh.
+def make_train_step(gradients: Callable, update: Callable, clip_norm: float, routed: Callable | None = None) -> Callable:
+    """`(state, batch, learning_rate) -> (state, metrics)`; metrics are float32 scalars but `expert_load`, equal on every mesh.
 
     Args:
       gradients: `(params, batch, step) -> (LossSums, sums of gradients, their norm)`; update: see `optimizer.make_update`.
+      routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts.
     """
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -90,6 +92,7 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float) -> 
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
         params, opt_state = update(finite, learning_rate, grads, state.params, state.opt_state)
+        params, extra = routed(params, sums, finite) if routed else (params, {})
         skip = 1 - finite.astype(jnp.int32)
         state = TrainState(
             step=state.step + 1,
@@ -98,7 +101,8 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float) -> 
             skipped=state.skipped + skip,
             skipped_in_row=(state.skipped_in_row + 1) * skip,
         )
-        metrics = mean_losses(sums) | {
+        metrics = mean_losses(sums) | extra
+        metrics |= {
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "skipped_steps": state.skipped.astype(jnp.float32),

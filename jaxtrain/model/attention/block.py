@@ -1,4 +1,7 @@
-"""The attention layer of a block: projections, QK-norm, RoPE, how the whole row is seen, the backend, output."""
+"""The attention layer of a block: projections, QK-norm, RoPE, how the whole row is seen, the backend, output.
+
+`Attention` has grouped queries; `jaxtrain.model.attention.latent` derives queries, keys and values another way.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,20 @@ class Attention(nnx.Module):
         out_stddev: float,
         product: Product,
     ):
+        self.model, self.layout, self.backend = model, layout, backend
+        d, n = model.embed_dim, model.num_heads
+        bias = ((d,), ("vector",)) if model.attention_out_bias else None
+        shape, dims = (d, n, self.value_dim), ("embed", "heads", "head_dim")
+        self._make_inputs(rngs, product)
+        self.out = Linear(rngs, shape, dims, out_stddev, layout, bias, layout.sequence_parallel, product, row=True)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.model.head_dim
+
+    def _make_inputs(self, rngs, product):
+        model, layout = self.model, self.layout
         d, n, k, h = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim
 
         def qkv(count, name):
@@ -69,28 +86,30 @@ class Attention(nnx.Module):
             return Linear(rngs, (d, count, h), ("embed", name, "head_dim"), model.init_stddev, layout, bias, product=product)
 
         self.query, self.key, self.value = qkv(n, "heads"), qkv(k, "kv_heads"), qkv(k, "kv_heads")
-        bias = ((d,), ("vector",)) if model.attention_out_bias else None
-        dims = ("embed", "heads", "head_dim")
-        self.out = Linear(rngs, (d, n, h), dims, out_stddev, layout, bias, layout.sequence_parallel, product, row=True)
         norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, True)
         self.query_norm = Norm(*norm) if model.qk_norm else None
         self.key_norm = Norm(*norm) if model.qk_norm else None
-        self.model, self.layout, self.backend = model, layout, backend
 
     def __call__(self, x: jax.Array, rows: Rows, window: jax.Array | int, keys: jax.Array | None, cache: Cache | None):
         """[B, t, D] -> [B, t, D], and the cache with this call's keys and values written at `rows.index` (None without).
 
         `keys`: [B, T] dropout keys, one per query, or None.
         """
+        q, k, v = self._inputs(x, rows)
+        with jax.named_scope("attention"):
+            out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, window, keys, cache)
+        out = out.reshape(q.shape)[..., : self.value_dim]
+        return named("attention_out", row, out, "BTNH,DNH->BTD", self.out), cache
+
+    def _inputs(self, x, rows):
+        """Queries [B, T, N, H], keys and values [B, T, K, H] of this device's heads, rotated."""
         q, k, v = named("qkv", columns, x, "BTD,DNH->BTNH", self.query, self.key, self.value)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rows.rope is not None:
             with jax.named_scope("rope"):
                 q, k = rotate(q, *rows.rope), rotate(k, *rows.rope)
-        with jax.named_scope("attention"):
-            out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, window, keys, cache)
-        return named("attention_out", row, out.reshape(q.shape), "BTNH,DNH->BTD", self.out), cache
+        return q, k, v
 
     def _see(self, q, k, v, rows, window, dropout_keys, cache):
         """Attention of this device's queries [B, T, K, G, H] to the whole row, or to the cache; and the cache."""

@@ -1,0 +1,56 @@
+"""Qwen3 235B-A22B (Qwen/Qwen3-235B-A22B), 235,093,634,560 parameters, 22.2e9 of them active, over 64 GPUs.
+
+    python -m jaxtrain.main --config=configs/qwen3_235b_a22b.py --workdir=runs/qwen3_moe --config.data.paths=FOLDER
+
+Hardware   64 x H200, 8 nodes: 16 of the 128 experts on each GPU of a node, their weights split over the nodes.
+Memory     planned, not measured: 16 bytes x 235.094e9 parameters / 64 = 58.8 GB per GPU for weights,
+           gradients and Adam moments in float32; block inputs of one row of 4096 tokens add 3.2 GB.
+Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
+           exists so far: ids stay below 258, while vocab_size stays the model's own.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.config import default_config
+
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.update(
+        vocab_size=151_936,
+        num_layers=94,
+        embed_dim=4_096,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,  # not embed_dim / num_heads
+        mlp_dim=12_288,  # of no layer: all have experts
+        num_experts=128,
+        experts_per_token=8,
+        expert_mlp_dim=1_536,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        max_len_tokens=40_960,
+        qk_norm=True,
+    )
+    config.mesh.update(
+        data=-1,
+        fsdp=8,
+        expert=8,
+    )
+    config.memory.remat = "full"
+    config.optimizer.update(
+        learning_rate=2e-4,
+        warmup_steps=2000,
+    )
+    config.data.update(
+        paths=("data/",),
+        seq_len_tokens=4096,
+        global_batch_rows=512,
+    )
+    config.train.update(
+        num_steps=50000,
+        accumulation_steps=8,
+        balance_loss=0.001,
+        balance_over="sequence",  # as accumulation would cost another forward pass
+    )
+    return config

@@ -1,0 +1,68 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): queries, keys and values from narrow projections.
+
+Of a head's H, H - R are multiplied without rotation and R with rotary positions, whose keys all heads share. What is narrow is
+computed once per position and gathered over `tensor`; heads come of it column-parallel. Values, narrower than keys, are filled
+up with zeros for the backends, which know one width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.memory import name
+from jaxtrain.model.attention.block import Attention
+from jaxtrain.model.layers import Linear, Norm, columns, own, shared_by_tensor
+from jaxtrain.model.rope import rotate
+
+NORM_EPS = 1e-6  # of the narrow projections, whatever model.norm_eps is: so it is in the reference
+
+
+class LatentAttention(Attention):
+    """As `Attention`, with as many key/value heads as query heads."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.model.v_head_dim
+
+    def _make_inputs(self, rngs, product):
+        model, layout = self.model, self.layout
+        d, n, h, rotated = model.embed_dim, model.num_heads, model.head_dim, model.qk_rope_head_dim
+        split = layout.sequence_parallel
+
+        def narrow(width):
+            dims = ("embed", "latent_out")
+            return Linear(rngs, (d, width), dims, model.init_stddev, layout, product=product, split_inputs=split)
+
+        def wide(rank, width, first="latent"):
+            dims = (first, "heads", "head_dim")
+            return Linear(rngs, (rank, n, width), dims, model.init_stddev, layout, product=product)
+
+        def norm(width):
+            return Norm(width, "rmsnorm", NORM_EPS, model.norm_unit_offset, split)
+
+        if model.q_lora_rank:
+            self.query_down, self.query_norm = narrow(model.q_lora_rank), norm(model.q_lora_rank)
+        self.query = wide(model.q_lora_rank, h) if model.q_lora_rank else wide(d, h, "embed")
+        self.key_value_down, self.key_value_norm = narrow(model.kv_lora_rank), norm(model.kv_lora_rank)
+        self.rotated_key = narrow(rotated)
+        self.key, self.value = wide(model.kv_lora_rank, h - rotated), wide(model.kv_lora_rank, model.v_head_dim)
+
+    def _inputs(self, x, rows):
+        model, wide = self.model, "BTD,DNH->BTNH"
+        narrow = "BtD,DR->BtR"
+        queries = self.query_norm(own(x, narrow, self.query_down)) if model.q_lora_rank else x
+        [q] = columns(queries, wide, self.query)
+        k, v = columns(self.key_value_norm(own(x, narrow, self.key_value_down)), wide, self.key, self.value)
+        rotated = shared_by_tensor(own(x, narrow, self.rotated_key), self.layout)
+        q, k, v, rotated = name((q, k, v, rotated), "qkv")
+        plain, turned = jnp.split(q, [model.head_dim - model.qk_rope_head_dim], -1)
+        rotated = rotate(rotated[:, :, None], *rows.rope)
+        q = jnp.concatenate([plain, rotate(turned, *rows.rope)], -1)
+        k = jnp.concatenate([k, jnp.broadcast_to(rotated, (*k.shape[:3], rotated.shape[-1]))], -1)
+        return q, k, _fill(v, q.shape[-1])
+
+
+def _fill(values: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(values, [(0, 0)] * 3 + [(0, width - values.shape[-1])])

@@ -1,0 +1,88 @@
+"""The step of a mixture of experts compiled for GPUs without one: Mixtral 8x7B, an expert on each of 8 x H200."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import pytest
+from planned import config, needs_plugin
+
+from jaxtrain.plan import compile as compiler
+from jaxtrain.plan import hlo
+from jaxtrain.plan.closed_form import closed_form
+
+pytestmark = pytest.mark.plan
+GIB, MIB = 2**30, 2**20
+LAYERS, D, T, K = 4, 4096, 4096, 2
+# Of 32 layers four, not as many as experts; what is asserted is per layer.
+CHANGES = (
+    "mesh.fsdp=1",
+    "mesh.data=1",
+    "data.global_batch_rows=8",
+    "train.accumulation_steps=1",
+    f"model.num_layers={LAYERS}",
+)
+BUFFER = 1.25 * T * K  # rows that a device sends and receives for a layer
+
+
+@functools.cache
+def step() -> compiler.Compiled:
+    return compiler.compile_step(config(*CHANGES, preset="mixtral_8x7b"), "h200:1x8")
+
+
+@functools.cache
+def found() -> list[hlo.Collective]:
+    return [c for c in step().collectives() if c.executions]
+
+
+@needs_plugin
+def test_rows_go_to_experts_and_back_and_their_gradients_likewise():
+    """Five times a layer, recomputation included: rows there and back; in the backward rows, gradients there and back."""
+    rows = [c for c in found() if c.kind == "all-to-all" and "experts" in c.op_name and c.dtype == "bf16"]
+    sent = sum(c.step_wire_bytes for c in rows)
+    assert sent == LAYERS * 5 * BUFFER * D * 2 * 7 // 8
+    form = closed_form(step().program.config, 8)
+    assert form.traffic["expert", "tokens of experts"] == sent
+
+
+@needs_plugin
+def test_no_device_holds_or_gathers_the_weights_of_other_experts():
+    one = D * 14_336
+    gathers = [c for c in found() if c.kind == "all-gather"]
+    assert gathers
+    for c in gathers:
+        for operand in c.operands:
+            assert 8 * math.prod(hlo.arrays(operand)[0][1]) < one or "32000" in operand, c  # the head is larger
+    for _, instruction in step().module.instructions():
+        for _, dims in hlo.arrays(instruction.shape):
+            assert sorted(dims)[-3:] != [8, D, 14_336], instruction.name
+
+
+@needs_plugin
+def test_no_large_collective_is_synchronous_and_what_is_exposed():
+    """Of what travels to and from experts in a layer, half is hidden: the first rows and the last results have nothing beside.
+
+    Sums of gradients are hidden but for those of the last layer; gathers of weights in the backward.
+    """
+    assert [c for c in found() if not c.asynchronous and c.operand_bytes > MIB] == []
+    in_layers = [c for c in found() if c.loops and c.wire_bytes > MIB]
+    rows = [c for c in in_layers if c.kind == "all-to-all"]
+    assert len(rows) == 10 and sum(not c.exposed for c in rows) >= 4
+    assert [c for c in in_layers if c.kind == "reduce-scatter" and c.exposed] == []
+
+
+@needs_plugin
+def test_state_is_split_over_all_devices():
+    """Weights that are not of experts too: 12 bytes a parameter over 8 devices, but for norm scales."""
+    program = step().program
+
+    def size(shape):
+        return math.prod(shape) * 4
+
+    whole = sum(size(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.params))
+    own = sum(size(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(program.abstract_state.params))
+    assert own == pytest.approx(whole / 8, rel=1e-4)
+    assert step().memory.argument == pytest.approx(3 * own, rel=1e-3)
+    assert closed_form(program.config, 8).state == pytest.approx(3 * own, rel=1e-6)
