@@ -147,7 +147,7 @@ def _expert_problems(model: ml_collections.ConfigDict) -> list[str]:
         )
     elif taken > groups:
         found.append(f"model.router_top_groups: {taken} of {groups} groups (model.router_groups); at most {groups}")
-    elif k > experts // groups * taken:
+    elif groups > 1 and k > experts // groups * taken:
         found.append(
             f"model.experts_per_token: {k} of the {experts // groups * taken} experts in model.router_top_groups={taken} groups"
         )

@@ -26,6 +26,14 @@ GLOBAL_BATCH = (
 )
 
 # What to change, devices, the whole message, and the change that makes it right. C21's are among them.
+EXPERTS = {"model__num_experts": 6, "model__expert_mlp_dim": 64}
+LATENT = {
+    "model__attention": "mla",
+    "model__head_dim": 64,
+    "model__qk_rope_head_dim": 32,
+    "model__v_head_dim": 32,
+    "model__kv_lora_rank": 32,
+}
 RULES = {
     "product too small": (
         {"mesh__data": 2, "mesh__fsdp": 2},
@@ -157,6 +165,54 @@ RULES = {
         2,
         "mesh.expert: a dense model has no experts to split over 2 devices; use mesh.fsdp",
         {"mesh__expert": 1, "mesh__data": 2},
+    ),
+    "experts over devices": (
+        EXPERTS | {"mesh__expert": 4, "data__global_batch_rows": 32},
+        4,
+        "mesh.expert: 6 experts (model.num_experts) do not divide over 4 devices; nearest: 2 or 3",
+        {"mesh__expert": 1, "mesh__data": 4},
+    ),
+    "width of experts over tensor": (
+        EXPERTS | {"mesh__tensor": 2, "mesh__data": 1, "model__expert_mlp_dim": 63},
+        2,
+        "model.expert_mlp_dim: 63 does not divide over mesh.tensor=2; nearest: 62 or 64",
+        {"model__expert_mlp_dim": 64},
+    ),
+    "more experts per token than there are": (
+        EXPERTS | {"model__experts_per_token": 7},
+        1,
+        "model.experts_per_token: 7 of 6 experts (model.num_experts); at most 6",
+        {"model__experts_per_token": 6},
+    ),
+    "groups of experts": (
+        EXPERTS | {"model__router_groups": 4},
+        1,
+        "model.router_groups: 6 experts do not divide into 4 groups; nearest: 2 or 3",
+        {"model__router_groups": 3},
+    ),
+    "experts in the groups of a token": (
+        EXPERTS | {"model__router_groups": 3, "model__experts_per_token": 3},
+        1,
+        "model.experts_per_token: 3 of the 2 experts in model.router_top_groups=1 groups",
+        {"model__router_top_groups": 2},
+    ),
+    "experts without a width": (
+        {"model__num_experts": 6},
+        1,
+        "model.expert_mlp_dim: 6 experts need the hidden width of one, got 0",
+        {"model__expert_mlp_dim": 64},
+    ),
+    "capacity of a dense model": (
+        {"model__capacity_factor": 1.0},
+        1,
+        "model.capacity_factor: 1.0 means nothing without experts; set model.num_experts, or capacity_factor to 0",
+        {"model__capacity_factor": 0.0},
+    ),
+    "latent attention with grouped queries": (
+        LATENT | {"model__num_kv_heads": 4},
+        1,
+        "model.num_kv_heads: latent attention has as many as query heads, got 4; set 8",
+        {"model__num_kv_heads": 8},
     ),
     "fake devices are known without starting any": (
         {"mesh__fsdp": 2, "runtime__fake_devices": 8},
