@@ -6,7 +6,7 @@ Hardware   64 x H100 SXM, 8 nodes; with multiples of 64, data replicates them.
 Memory     planned, not measured: 16 bytes x 70.554e9 parameters / 64 = 17.6 GB per GPU for weights,
            gradients and Adam moments in float32; block inputs of one row of 8192 tokens add 10.7 GB.
 Pipeline   --config=configs/llama3_70b.py:pipeline has a stage on each node, fully sharded inside it, for networks too slow
-           for the above: between nodes go activations alone. 10% idle; 43.0 GiB per GPU as compiled (docs/pipeline.md).
+           for the above: between nodes go activations alone. 10% idle; 41.9 GiB per GPU as compiled (docs/pipeline.md).
 Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
            exists so far: ids stay below 258, while vocab_size stays the model's own.
 """
