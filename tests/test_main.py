@@ -323,7 +323,7 @@ def test_continued_on_another_mesh(place, straight, stopped):
 
 def test_continued_with_other_stages(place):
     """From virtual pipeline stages, which hold layers in an order of their own, to none: weights, moments, losses."""
-    common = "model.num_layers=4", "train.num_steps=3", "checkpoint.save_every_steps=2"
+    common = "model.num_layers=4", "train.num_steps=3", "optimizer.warmup_steps=2", "checkpoint.save_every_steps=2"
     virtual = "mesh.data=1", "mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"
     staged = train(place, place / "staged", *common, *virtual)
     assert staged.code == 0, staged.log

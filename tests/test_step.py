@@ -31,7 +31,7 @@ def gradients_of(objective, defers, keeps):
             value = value + earlier["w"] * slot["w"]  # 0, but its gradient by the slot is what came before
         return sums(value.astype(jnp.float32), targets), w if keeps else None
 
-    run = make_gradients(loss, lambda last: {"w": jnp.float32(0.0)}, defers, keeps)
+    run = make_gradients(loss, lambda last: {"w": jnp.float32(0.0)}, sums(jnp.float32(0.0), 0), defers, keeps)
 
     def traced(tokens):
         lasts.clear()
