@@ -32,6 +32,7 @@ COLUMNS = {
     "overlap.prefetch": "prefetch",
     "train.accumulation_steps": "microbatches",
 }
+WIDTH = 110  # of the table, at least
 ALWAYS = ("data", "fsdp", "tensor", "stage", "remat", "microbatches")
 
 
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(reason)
     topology = compile.parse_topology(args.topology)
     console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a table of "da…" says nothing; a narrow terminal wraps its lines
     columns = (
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         BarColumn(),
@@ -76,6 +78,8 @@ def main(arguments: Sequence[str]) -> None:
         )
         bar.update(task, what="done")
     console.print(_table(found))
+    for number, result in enumerate(found, 1):
+        console.print(f"{number:>2}: {result.reason}", markup=False, soft_wrap=True)
     fitting = [result for result in found if result.fits]
     if not fitting:
         raise UserError(
@@ -92,23 +96,23 @@ def _table(found: Sequence[Result]) -> Table:
     from jaxtrain.observe.progress import percent, quantity
 
     table = Table(box=None, pad_edge=False)
+    table.add_column("", justify="right")
     differs = {key for key in COLUMNS if len({str(result.settings[key]) for result in found}) > 1}
     columns = {key: title for key, title in COLUMNS.items() if title in ALWAYS or key in differs}
     for title in columns.values():
-        table.add_column(title, justify="left" if title in ("remat", "offload", "prefetch") else "right")
+        table.add_column(title, justify="left" if title in ("remat", "offload", "prefetch") else "right", no_wrap=True)
     for title in ("peak GiB", "step ms", "exposed ms", "tokens/s", "MFU"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    for r in found:
+        table.add_column(title, justify="right", no_wrap=True)
+    for number, r in enumerate(found, 1):
         values = (r.settings[key] for key in columns)
         table.add_row(
+            str(number),
             *(",".join(value) or "-" if isinstance(value, tuple) else str(value) for value in values),
             f"{r.peak_bytes / 2**30:.1f}",
             f"{1e3 * r.step_s:.0f}",
             f"{1e3 * r.exposed_s:.0f}",
             quantity(r.tokens_per_s),
             percent(r.mfu),
-            r.reason,
         )
     return table
 
