@@ -32,7 +32,7 @@ COLUMNS = {
     "overlap.prefetch": "prefetch",
     "train.accumulation_steps": "microbatches",
 }
-WIDTH = 110  # of the table, at least
+WIDTH = 140  # of the table, at least
 ALWAYS = ("data", "fsdp", "tensor", "stage", "remat", "microbatches")
 
 

@@ -26,7 +26,7 @@ from jaxtrain.plan.advice import Change, changed
 from jaxtrain.plan.candidates import Candidate, usable_bytes
 from jaxtrain.plan.study import study
 
-BETTER = 1.05  # by which what is left must be faster by formula than the best so far to be compiled still
+BETTER = 1.05  # what is left is compiled while it is expected to take no longer than so many times the best so far
 SHARES = (0.6, 0.85, 1.0)  # of compilations and time, by the end of each round
 FEW = 3  # best layouts whose neighbours are tried
 WORTH_SAYING = 0.02  # of the step's time or FLOPs
@@ -81,7 +81,7 @@ class _Search:
         self.config, self.topology, self.folder, self.progress = config, topology, folder, progress
         self.started, self.limit_s, self.most, self.compiled = time.monotonic(), limit_s, most, 0
         self.results: dict[str, Result] = {}  # by the change
-        self.ratios: list[float] = []  # of compiled to formula's time, of those that fit
+        self.of_mesh: dict[tuple, float] = {}  # the least ratio of compiled to formula's time, of layouts that fit
         self.errors: list[tuple[tuple, int]] = []  # kind of a layout, bytes that the compiler needed beyond the formula
 
     def best(self) -> list[Result]:
@@ -89,9 +89,8 @@ class _Search:
         return sorted((result for result in self.results.values() if result.fits), key=lambda r: r.step_s)
 
     def slowest(self) -> float:
-        """Seconds by formula beyond which a layout is not worth compiling: by the best so far, and by how the formula erred."""
-        best = min((result.step_s for result in self.best()), default=float("inf"))
-        return best * BETTER / min(self.ratios, default=1.0)
+        """Seconds, as they are expected, beyond which a layout is not worth compiling: by the best so far."""
+        return min((result.step_s for result in self.best()), default=float("inf")) * BETTER
 
     def missing(self, candidate: Candidate) -> int:
         """Bytes that a layout lacks, 0 or less if it fits."""
@@ -107,12 +106,12 @@ class _Search:
         return min(alike or (error for other, error in self.errors if other[0] == kind[0]), default=0)
 
     def round(self, waiting: Sequence[Candidate], share: float) -> None:
-        """Compiles candidates, each time the fastest that may fit by what is known by then.
+        """Compiles candidates, each time the one that seems fastest of those that may fit, by what is known by then.
 
         It ends when the rest are slower by formula than the best so far, or the share is used up.
         """
-        while candidate := next(filter(self._may_do, waiting), None):
-            if candidate.seconds > self.slowest():
+        while candidate := min(filter(self._may_do, waiting), key=self._expected, default=None):
+            if self._expected(candidate) > self.slowest():
                 return
             path = self.folder / f"{_key(self.config, self.topology, candidate.change)}.json"
             if path.exists():
@@ -126,15 +125,24 @@ class _Search:
                 _write(path, result)
             self._learn(candidate, result)
 
+    def _expected(self, candidate: Candidate) -> float:
+        """Seconds by formula, which errs alike on one mesh (on what stays exposed, most of all): as it did there."""
+        return candidate.seconds * self.of_mesh.get(_mesh(candidate), 1.0)
+
     def _may_do(self, candidate: Candidate) -> bool:
         return str(candidate.change) not in self.results and self.missing(candidate) <= 0
 
     def _learn(self, candidate: Candidate, result: Result) -> None:
         self.results[str(candidate.change)] = result
         if result.fits:
-            self.ratios.append(result.step_s / candidate.seconds)
+            ratio, mesh = result.step_s / candidate.seconds, _mesh(candidate)
+            self.of_mesh[mesh] = min(ratio, self.of_mesh.get(mesh, ratio))
         if result.peak_bytes:
             self.errors.append((_kind(candidate), result.peak_bytes - candidate.bytes))
+
+
+def _mesh(candidate: Candidate) -> tuple:
+    return tuple(size for key, size in sorted(candidate.settings.items()) if key.startswith("mesh."))
 
 
 def _kind(candidate: Candidate) -> tuple:
