@@ -168,7 +168,8 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
         later = (jax.eval_shape(lambda: x[0]), batch["tokens"].shape[-1]) if splits else None
         none, number = jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.int32)
         like = jax.eval_shape(run, x, number, number)[1]
-        pairs = jax.eval_shape(pull, x, like, {"blocks": zeros["blocks"]}, number, number)[2]
+        # Tracing a backward takes its time; without pairs there is nothing to learn from it.
+        pairs = jax.eval_shape(pull, x, like, {"blocks": zeros["blocks"]}, number, number)[2] if splits else ([], [])
         (kept, structure), (pairs, pair_structure) = Stash.room(table.slots, like), Stash.room(table.pair_slots, pairs)
         head_dx = jax.tree.map(lambda leaf: jnp.zeros((table.head_slots, *leaf.shape), leaf.dtype), x)
         outer = {name: tree for name, tree in zeros.items() if name != "blocks"}

@@ -14,6 +14,7 @@ microbatch in a round. Order in a round: forward phase, head, backward phase, we
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Iterator
 from typing import Any
@@ -109,8 +110,9 @@ def refusal(name: str, stages: int, virtual: int, microbatches: int) -> str | No
     return None
 
 
+@functools.cache
 def make(name: str, stages: int, microbatches: int, virtual: int = 1) -> Table:
-    """The table of a schedule. Raises ValueError as `refusal` says."""
+    """The table of a schedule, made once: program, plan and formulas all ask for it. Raises ValueError as `refusal` says."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     if reason := refusal(name, stages, virtual, microbatches):
