@@ -15,7 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.plan import candidates, closed_form, compile, search
 from jaxtrain.plan.advice import Change
 from jaxtrain.plan.roofline import RATES
-from jaxtrain.plan.study import RESERVED_BYTES
+from jaxtrain.plan.study import RESERVED_BYTES, usable_bytes
 
 H100 = compile.parse_topology("h100:1x8")
 MANY = compile.parse_topology("h100:8x8")
@@ -27,7 +27,7 @@ def result(candidate, fits=True, step_s=None, peak=None):
 
 
 def usable(topology):
-    return candidates.usable_bytes(topology)
+    return usable_bytes(topology.gpu)
 
 
 @functools.cache

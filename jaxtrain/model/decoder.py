@@ -26,6 +26,7 @@ from jaxtrain.model.mlp import Mlp
 from jaxtrain.model.moe import Moe
 from jaxtrain.model.products import Product
 from jaxtrain.model.router import Routing, nothing
+from jaxtrain.model.softcap import capped
 from jaxtrain.model.vocabulary import Embedding, Head
 from jaxtrain.model.weights import Weight, fetch, is_stored, places, ready
 from jaxtrain.sharding import Layout, all_gather, index
@@ -265,9 +266,7 @@ class Decoder(nnx.Module):
         """[B, t, D], [D, V] -> [B, T, V] float32, of this device's part of the vocabulary. Training never builds them."""
         x = gather_positions(self.layout, x)
         logits = jnp.einsum("BTD,DV->BTV", x, head.value, preferred_element_type=jnp.float32)
-        if self.model.logit_softcap:
-            logits = self.model.logit_softcap * jnp.tanh(logits / self.model.logit_softcap)
-        return logits
+        return capped(logits, self.model.logit_softcap)[0]
 
 
 class PositionTable(nnx.Module):

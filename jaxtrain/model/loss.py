@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
+from jaxtrain.model.softcap import capped
 from jaxtrain.model.weights import Weight
 from jaxtrain.sharding import VOCAB_AXES, Layout, place, pmax, psum
 
@@ -100,11 +101,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
 def _chunk(x, y, matrix, layout, settings):
     """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V] in float32."""
-    logits = jnp.dot(x, matrix, preferred_element_type=jnp.float32)
-    slope = 1.0
-    if settings.softcap:
-        capped = settings.softcap * jnp.tanh(logits / settings.softcap)
-        slope, logits = 1.0 - (capped / settings.softcap) ** 2, capped
+    logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap)
     ids = place(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)

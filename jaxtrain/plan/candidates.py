@@ -18,7 +18,6 @@ from jaxtrain.config import ConfigError
 from jaxtrain.plan import closed_form, compile, roofline
 from jaxtrain.plan.advice import Change
 from jaxtrain.plan.roofline import RATES
-from jaxtrain.plan.study import RESERVED_BYTES
 from jaxtrain.settings import SETTINGS
 from jaxtrain.validate import cudnn_refusal, problems
 
@@ -46,11 +45,6 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         return dict(self.change.settings)
-
-
-def usable_bytes(topology: compile.Topology) -> int:
-    """Of a device's memory."""
-    return topology.gpu.memory_bytes - RESERVED_BYTES
 
 
 def layouts(config: ml_collections.ConfigDict, topology: compile.Topology) -> list[Candidate]:

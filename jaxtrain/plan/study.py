@@ -65,7 +65,7 @@ class Plan:
     @property
     def usable_bytes(self) -> int:
         """Of the device's memory."""
-        return self.gpu.memory_bytes - RESERVED_BYTES
+        return usable_bytes(self.gpu)
 
     @property
     def headroom_bytes(self) -> int:
@@ -95,6 +95,11 @@ class Plan:
         if not self.timeline:
             return None
         return self.timeline.flops * self.topology.size / self.model_flops - 1
+
+
+def usable_bytes(gpu: Gpu) -> int:
+    """Of a device's memory, without what CUDA and NCCL keep."""
+    return gpu.memory_bytes - RESERVED_BYTES
 
 
 def study(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtrain.memory import name
 from jaxtrain.model.attention.mask import Positions, visible
 from jaxtrain.model.attention.merge import row_sums, saved_lse
+from jaxtrain.model.softcap import capped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +177,7 @@ class _Blocks:
     def scores(self, q_i, k_j, i, j):
         """Capped scores [b, K, G, t, s] float32, what is visible of them [b, 1, 1, t, s], and the cap's slope."""
         scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * self.settings.scale
-        slope = 1.0
-        if self.settings.softcap:
-            scores = self.settings.softcap * jnp.tanh(scores / self.settings.softcap)
-            slope = 1.0 - (scores / self.settings.softcap) ** 2
+        scores, slope = capped(scores, self.settings.softcap)
         queries = jax.tree.map(lambda x: _block(x, i, self.query_block, 1), self.query_positions)
         keys = jax.tree.map(lambda x: _block(x, j, self.key_block, 1), self.key_positions)
         mask = visible(queries, keys, self.window, self.settings.causal)

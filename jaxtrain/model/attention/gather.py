@@ -18,17 +18,18 @@ def whole_row(k: jax.Array, layout: Layout) -> jax.Array:
 
 whole_row.defvjp(
     lambda k, layout: (whole_row(k, layout), None),
-    lambda layout, _, g: (
-        (reduce_scatter(layout, _chunks(g, layout.context.chunks()), "sequence", 1),)
-        if layout.context.zigzag
-        else (reduce_scatter(layout, g, "sequence", 1),)
-    ),
+    lambda layout, _, g: (reduce_scatter(layout, _held(g, layout), "sequence", 1),),
 )
 
 
 def natural(x: jax.Array, layout: Layout) -> jax.Array:
     """[B, S, ...] in the order in which devices hold it -> in the order of the row."""
     return _chunks(x, np.argsort(layout.context.chunks())) if layout.context.zigzag else x
+
+
+def _held(x, layout):
+    """The opposite of `natural`."""
+    return _chunks(x, layout.context.chunks()) if layout.context.zigzag else x
 
 
 def _chunks(x, order):

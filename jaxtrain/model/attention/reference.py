@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxtrain.memory import name
 from jaxtrain.model.attention.mask import visible
+from jaxtrain.model.softcap import capped
 
 
 def attend(
@@ -28,9 +29,7 @@ def attend(
 
     Returns: [B, T, K, G, H] in q's dtype.
     """
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores, _ = _capped_scores(q, k, scale, softcap)
     mask = mask[:, None, None]
     # A finite floor and a product with the mask: -inf - -inf would poison the gradient of rows that see nothing.
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
@@ -69,11 +68,12 @@ def backward(q, k, v, queries, keys, window, settings, saved, g):
     )
 
 
+def _capped_scores(q, k, scale, softcap):
+    """Capped scores [B, K, G, T, S] float32, and the cap's slope."""
+    return capped(jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale, softcap)
+
+
 def _scores(q, k, queries, keys, window, settings):
     """Capped scores [B, K, G, T, S] float32, what is visible of them, and the cap's slope."""
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * settings.scale
-    slope = 1.0
-    if settings.softcap:
-        scores = settings.softcap * jnp.tanh(scores / settings.softcap)
-        slope = 1.0 - (scores / settings.softcap) ** 2
+    scores, slope = _capped_scores(q, k, settings.scale, settings.softcap)
     return scores, visible(queries, keys, window, settings.causal)[:, None, None], slope
