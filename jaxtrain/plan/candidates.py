@@ -7,6 +7,7 @@ does not fit without it, blocks that recompute nothing and values of prefetch on
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -159,24 +160,23 @@ def _settings(config: ml_collections.ConfigDict, topology: compile.Topology) -> 
                 data, left = divmod(rest, tensor * sequence * fsdp)
                 if left or topology.per_node % (tensor * sequence):
                     continue
-                for stage in (0,) if fsdp * expert * sequence == 1 else (1, 2, 3):
-                    for remat in POLICIES:
-                        for rows in ROWS_PER_DEVICE:
-                            count, left = divmod(config.data.global_batch_rows, rows * data * fsdp * expert)
-                            if count and not left:
-                                yield {
-                                    "mesh.data": data,
-                                    "mesh.fsdp": fsdp,
-                                    "mesh.sequence": sequence,
-                                    "mesh.tensor": tensor,
-                                    "sharding.zero_stage": stage,
-                                    "memory.remat": remat,
-                                    "memory.remat_every_blocks": 1,
-                                    "memory.keep": (),
-                                    "memory.offload": (),
-                                    "overlap.prefetch": config.overlap.prefetch,
-                                    "train.accumulation_steps": count,
-                                }
+                stages = (0,) if fsdp * expert * sequence == 1 else (1, 2, 3)
+                for stage, remat, rows in itertools.product(stages, POLICIES, ROWS_PER_DEVICE):
+                    count, left = divmod(config.data.global_batch_rows, rows * data * fsdp * expert)
+                    if count and not left:
+                        yield {
+                            "mesh.data": data,
+                            "mesh.fsdp": fsdp,
+                            "mesh.sequence": sequence,
+                            "mesh.tensor": tensor,
+                            "sharding.zero_stage": stage,
+                            "memory.remat": remat,
+                            "memory.remat_every_blocks": 1,
+                            "memory.keep": (),
+                            "memory.offload": (),
+                            "overlap.prefetch": config.overlap.prefetch,
+                            "train.accumulation_steps": count,
+                        }
 
 
 def _sequences(config, topology) -> Sequence[int]:
