@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import config as configs
-from jaxtrain import mesh, runtime
-from jaxtrain.checkpoint import restore_params
+from jaxtrain import runtime
+from jaxtrain.checkpoint.manager import restore_params
+from jaxtrain.command_line import command
 from jaxtrain.config import ConfigError
 from jaxtrain.data.tokenizers import get_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.main import command
 from jaxtrain.model.attention.block import Cache
 from jaxtrain.model.decoder import empty_cache
-from jaxtrain.model.weights import Stored
 from jaxtrain.observe.progress import setup_logging
-from jaxtrain.sharding import per_device
+from jaxtrain.parallel import mesh
+from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel.sharding import per_device
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 
 

@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxtrain.command_line import command, load_config, parser_of
 from jaxtrain.errors import UserError
-from jaxtrain.main import command, load_config, parser_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.command_line import command, load_config
 from jaxtrain.errors import UserError
-from jaxtrain.main import command, load_config
 
 IMPORTED = time.monotonic()
 
@@ -56,9 +56,12 @@ def measure(config, steps: int) -> dict[str, Any]:
     """Runs 1 + `steps` steps of the config; returns figures by name, units as suffixes, ready for JSON."""
     import jax
 
-    from jaxtrain import flops, hardware, mesh, runtime
-    from jaxtrain.loop import peak_memory_bytes
-    from jaxtrain.optimizer import learning_rate
+    from jaxtrain import runtime
+    from jaxtrain.hardware import flops
+    from jaxtrain.hardware import gpus as hardware
+    from jaxtrain.parallel import mesh
+    from jaxtrain.train.loop import peak_memory_bytes
+    from jaxtrain.train.optimizer import learning_rate
     from jaxtrain.train.program import build_program
 
     runtime.initialize(config)

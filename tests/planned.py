@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import mesh
+from jaxtrain.parallel import mesh
 from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.study import Plan, study
 from jaxtrain.train.program import build_program

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import mesh as meshes
 from jaxtrain.config import ConfigError, default_config
-from jaxtrain.heads import head_layout
 from jaxtrain.model import rope
 from jaxtrain.model.attention import blockwise, dispatch, reference
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Positions, visible
-from jaxtrain.sharding import all_gather, index, make_layout, per_device
+from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.collectives import all_gather, index
+from jaxtrain.parallel.head_layout import head_layout
+from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, K, G, H = 2, 24, 2, 3, 8
 

@@ -19,8 +19,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain import checkpoint_arrays, checkpoint_files
-from jaxtrain.checkpoint import Checkpointer, restore_params, saved_steps
+from jaxtrain.checkpoint import arrays as checkpoint_arrays
+from jaxtrain.checkpoint import files as checkpoint_files
+from jaxtrain.checkpoint.manager import Checkpointer, restore_params, saved_steps
 from jaxtrain.errors import UserError
 
 FACTS = {"corpus": "abc123", "global_batch_rows": 32, "seq_len_tokens": 256}

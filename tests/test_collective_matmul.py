@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny import config
 
-from jaxtrain import mesh as meshes
-from jaxtrain.model.collective_matmul import gather_product, product_scatter
-from jaxtrain.sharding import make_layout, per_device
+from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.collective_matmul import gather_product, product_scatter
+from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, D, F = 2, 16, 6, 24
 WAYS = pytest.mark.parametrize("ways", [2, 4, 8])

@@ -12,10 +12,11 @@ import textwrap
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import nearest, validate
-from jaxtrain.config import ConfigError, default_config
-from jaxtrain.main import command, main
-from jaxtrain.settings import SETTINGS
+from jaxtrain.command_line import command
+from jaxtrain.config import ConfigError, default_config, loading, validate
+from jaxtrain.config import suggest as nearest
+from jaxtrain.config.settings import SETTINGS
+from jaxtrain.main import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -51,7 +52,7 @@ def test_every_setting_has_a_doc_and_a_default_of_its_own_type():
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
             assert setting.doc, f"{section}.{key}"
-            assert configs._value_problem(setting, setting.default) is None, f"{section}.{key}"
+            assert loading._value_problem(setting, setting.default) is None, f"{section}.{key}"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tiny import VOCAB, batch, config, host, program
 
 from jaxtrain.generate import pick, sample
 from jaxtrain.model.decoder import layer_windows
-from jaxtrain.model.weights import Stored
+from jaxtrain.parallel.parameters import Stored
 
 
 def test_causal_and_within_documents_by_gradient():

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from jaxtrain import flops, hardware
 from jaxtrain.config import default_config
+from jaxtrain.hardware import flops
+from jaxtrain.hardware import gpus as hardware
 
 TERA = 1e12
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import mesh as mesh_lib
-from jaxtrain.optimizer import learning_rate
+from jaxtrain.parallel import mesh as mesh_lib
+from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import build_program
 
 FOLDER = pathlib.Path(__file__).parent / "golden"

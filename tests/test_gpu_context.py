@@ -9,7 +9,7 @@ import re
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import hardware
+from jaxtrain.hardware import gpus as hardware
 from jaxtrain.model.attention.cudnn import SQUARE
 from jaxtrain.plan import closed_form, communication, facts, hlo, roofline, timeline
 from jaxtrain.plan import compile as plan

@@ -9,8 +9,8 @@ import pytest
 from planned import needs_plugin
 
 from jaxtrain import config as configs
-from jaxtrain import flops
-from jaxtrain.pipeline_schedule import make
+from jaxtrain.hardware import flops
+from jaxtrain.pipeline.schedule import make
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan import hlo, roofline, timeline
 

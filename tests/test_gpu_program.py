@@ -15,9 +15,10 @@ import pytest
 import tiny
 
 from jaxtrain import config as configs
-from jaxtrain import hardware, runtime
+from jaxtrain import runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.hardware import gpus as hardware
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan import hlo
 

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import mesh as meshes
 from jaxtrain.config import default_config
 from jaxtrain.model.loss import LossSettings, cross_entropy
 from jaxtrain.model.vocabulary import LOOKUP, TIED, _embed
-from jaxtrain.model.weights import Place, Stored, Weight, fetch
-from jaxtrain.sharding import TOKEN_AXES, make_layout, per_device, psum
+from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.collectives import psum
+from jaxtrain.parallel.parameters import Place, Stored, Weight, fetch
+from jaxtrain.parallel.sharding import TOKEN_AXES, make_layout, per_device
 
 V, PADDED, D, B, T = 16, 24, 4, 4, 16
 HEAD, ROWS = ("embed", "vocab"), ("activation", ("batch", "length"))

@@ -28,11 +28,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import config as configs
-from jaxtrain import loop
-from jaxtrain.main import command, main
+from jaxtrain.command_line import command
+from jaxtrain.main import main
 from jaxtrain.observe import progress
 from jaxtrain.observe.metrics import read_rows
-from jaxtrain.optimizer import learning_rate
+from jaxtrain.train import loop
+from jaxtrain.train.optimizer import learning_rate
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_STEPS = 20

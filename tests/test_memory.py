@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tiny import assert_close, batch, config, host, program
 
-from jaxtrain import memory
-from jaxtrain.activations import ACTIVATIONS, KEPT
-from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.remat import policy as memory
+from jaxtrain.remat.activations import ACTIVATIONS, KEPT
 
 SETTINGS = dict(model__num_layers=4, mesh__fsdp=2, mesh__tensor=2, model__dropout_residual=0.1)
 POLICIES = {

@@ -10,13 +10,14 @@ import pytest
 from flax import nnx
 from tiny import assert_close, batch, config, host, program
 
-from jaxtrain import mesh
-from jaxtrain.model import balance, exchange
-from jaxtrain.model.moe import Moe
+from jaxtrain.model.moe import balance
+from jaxtrain.model.moe import dispatch as exchange
+from jaxtrain.model.moe.layer import Moe
+from jaxtrain.model.moe.router import Router, capacity, choose
 from jaxtrain.model.products import plain
-from jaxtrain.model.router import Router, capacity, choose
-from jaxtrain.model.weights import Weight
-from jaxtrain.sharding import make_layout
+from jaxtrain.parallel import mesh
+from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.sharding import make_layout
 
 EXPERTS = dict(model__num_experts=8, model__experts_per_token=2, model__expert_mlp_dim=20)
 ROUTERS = {

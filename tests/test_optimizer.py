@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from tiny import config, program
 
-from jaxtrain import optimizer
 from jaxtrain.config import default_config
+from jaxtrain.train import optimizer
 
 
 def rates(**settings):

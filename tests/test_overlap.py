@@ -2,8 +2,9 @@
 
 import logging
 
-from jaxtrain import hardware, overlap
 from jaxtrain.config import default_config
+from jaxtrain.hardware import gpus as hardware
+from jaxtrain.parallel import overlap
 
 
 def options(platform="cuda", gpu=None, **changes):

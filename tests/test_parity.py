@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import miniature, parity, sharding
+from jaxtrain.command_line import command
 from jaxtrain.config import default_config
-from jaxtrain.heads import head_layout
-from jaxtrain.main import command
-from jaxtrain.model.weights import Place
-from jaxtrain.validate import problems
+from jaxtrain.config.validate import problems
+from jaxtrain.parallel import sharding
+from jaxtrain.parallel.head_layout import head_layout
+from jaxtrain.parallel.parameters import Place
+from jaxtrain.parity import check as parity
+from jaxtrain.parity import shrink as miniature
+from jaxtrain.parity.__main__ import main
 
 
 def big(**changes):
@@ -159,7 +162,7 @@ def run(monkeypatch, path, with_steps):
 
     monkeypatch.setattr(parity, "measure", shared)
     with pytest.raises(SystemExit) as exit:
-        command(parity.main, [f"--config={path}"])
+        command(main, [f"--config={path}"])
         raise SystemExit(0)
     return exit.value.code
 
@@ -183,7 +186,7 @@ def test_a_layout_equals_one_device(monkeypatch, path, capsys):
 
 
 def test_a_dropped_reduction(monkeypatch, path, capsys):
-    from jaxtrain.model import weights
+    from jaxtrain.parallel import parameters as weights
 
     psum = weights.psum
     monkeypatch.setattr(weights, "psum", lambda layout, x, *axes: psum(layout, x, *(a for a in axes if a != "data")))
@@ -200,7 +203,7 @@ def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
 
 def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, capsys):
     """The first block's, which no next block follows: attention's alone."""
-    from jaxtrain.model.stack import Stack
+    from jaxtrain.parallel.layer_loop import Stack
 
     plain = Stack.sums
 
@@ -247,7 +250,7 @@ def test_wrong_arguments_exit_with_2(path, capsys):
         ("--config.mesh.tensor=3", "model.mlp_dim: 2048 does not divide"),
     ):
         with pytest.raises(SystemExit) as exit:
-            command(parity.main, [f"--config={path}", argument])
+            command(main, [f"--config={path}", argument])
         assert exit.value.code == 2 and words in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ import pytest
 from layouts import flat
 from tiny import assert_close, batch, config, host, program
 
-from jaxtrain import pipeline_schedule
-from jaxtrain.model import stack
+from jaxtrain.parallel import layer_loop as stack
+from jaxtrain.pipeline import schedule as pipeline_schedule
 
 BASE = dict(
     model__num_layers=8,

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain import pipeline_schedule as schedules
-from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, make
+from jaxtrain.pipeline import schedule as schedules
+from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, WEIGHTS, make
 
 STAGES, ROUNDS = (2, 3, 4, 8), (1, 2, 3, 8)
 CASES = [

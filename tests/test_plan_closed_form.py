@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from jaxtrain import config as configs
+from jaxtrain.parallel.sharding import is_dims
 from jaxtrain.plan import closed_form as formulas
-from jaxtrain.sharding import is_dims
 
 PRESETS = sorted(path.stem for path in pathlib.Path("configs").glob("*.py"))
 

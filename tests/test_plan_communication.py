@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 from planned import config, needs_plugin, program
 
-from jaxtrain import hardware
-from jaxtrain.model import vocabulary, weights
+from jaxtrain.hardware import gpus as hardware
+from jaxtrain.model import vocabulary
+from jaxtrain.parallel import parameters as weights
+from jaxtrain.parallel.collectives import all_gather
 from jaxtrain.plan import closed_form, facts, hlo, roofline, timeline
 from jaxtrain.plan import communication as ledger
 from jaxtrain.plan.study import study
-from jaxtrain.sharding import all_gather
 
 pytestmark = pytest.mark.plan
 # Small enough to compile in seconds, with weights of more than 1 MiB.

@@ -10,9 +10,9 @@ import jax
 import pytest
 from planned import compiled, needs_plugin, plan
 
-from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.plan import buffers, facts, hlo, memory
 from jaxtrain.plan.roofline import RATES
+from jaxtrain.remat.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.plan
 GIB = 2**30

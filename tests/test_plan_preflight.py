@@ -9,9 +9,9 @@ import types
 import pytest
 import tiny
 
-from jaxtrain import loop
 from jaxtrain.errors import UserError
 from jaxtrain.plan import preflight
+from jaxtrain.train import loop
 
 CONFIG = tiny.config(mesh__fsdp=8, optimizer__name="adamw")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain import hardware
+from jaxtrain.hardware import gpus as hardware
 from jaxtrain.plan import hlo, roofline, timeline
 from jaxtrain.plan.roofline import RATES
 

@@ -10,7 +10,9 @@ import re
 import pytest
 
 from jaxtrain import config as config_module
-from jaxtrain import flops, hardware, validate
+from jaxtrain.config import validate
+from jaxtrain.hardware import flops
+from jaxtrain.hardware import gpus as hardware
 
 FOLDER = pathlib.Path(__file__).parents[1] / "configs"
 

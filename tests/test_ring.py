@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxtrain import mesh as meshes
 from jaxtrain.config import default_config
 from jaxtrain.model.attention import blockwise, cudnn, ring
 from jaxtrain.model.attention.blockwise import Settings
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Positions
 from jaxtrain.model.attention.merge import merge
-from jaxtrain.sharding import all_gather, index, make_layout, per_device
+from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.collectives import all_gather, index
+from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, K, G, H = 2, 64, 2, 3, 8
 SCALE = H**-0.5

@@ -7,11 +7,12 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny import config, program
 
-from jaxtrain import mesh as meshes
 from jaxtrain.model.layers import _read
-from jaxtrain.model.weights import Place, Stored, fetch
-from jaxtrain.sharding import ACTIVATION_RULES, WEIGHT_RULES, ZERO_STAGES, make_layout, per_device, psum
-from jaxtrain.validate import AXES
+from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.axes import AXES
+from jaxtrain.parallel.collectives import psum
+from jaxtrain.parallel.parameters import Place, Stored, fetch
+from jaxtrain.parallel.sharding import ACTIVATION_RULES, WEIGHT_RULES, ZERO_STAGES, make_layout, per_device
 
 
 def layout_of(**changes):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from tiny import assert_close, config, devices, program
 
-from jaxtrain import mesh as meshes
-from jaxtrain.activations import KEPT
-from jaxtrain.memory import Remat, name
-from jaxtrain.model import products, stack
+from jaxtrain.model import products
 from jaxtrain.model.layers import _columns, _read, _row
-from jaxtrain.model.weights import Place, Stored
-from jaxtrain.sharding import ZERO_STAGES, make_layout, per_device
+from jaxtrain.parallel import layer_loop as stack
+from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.parameters import Place, Stored
+from jaxtrain.parallel.sharding import ZERO_STAGES, make_layout, per_device
+from jaxtrain.remat.activations import KEPT
+from jaxtrain.remat.policy import Remat, name
 
 B, D, F, L = 4, 8, 12, 4
 DIMS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain import validate
-from jaxtrain.config import ConfigError, default_config
+from jaxtrain.config import ConfigError, default_config, validate
 
 
 def make(**changes):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jaxtrain import mesh
 from jaxtrain.config import default_config
+from jaxtrain.parallel import mesh
 from jaxtrain.train.program import build_program
 
 VOCAB, LENGTH, ROWS = 270, 16, 8

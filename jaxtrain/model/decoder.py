@@ -15,21 +15,23 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from jaxtrain.memory import Remat, name, named
-from jaxtrain.model import rope, stack
+from jaxtrain.model import rope
 from jaxtrain.model.attention.block import Attention, Cache, Rows
 from jaxtrain.model.attention.latent import LatentAttention
 from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
-from jaxtrain.model.moe import Moe
+from jaxtrain.model.moe.layer import Moe
+from jaxtrain.model.moe.router import Routing, nothing
 from jaxtrain.model.products import Product
-from jaxtrain.model.router import Routing, nothing
 from jaxtrain.model.softcap import capped
 from jaxtrain.model.vocabulary import Embedding, Head
-from jaxtrain.model.weights import Weight, fetch, is_stored, places, ready
-from jaxtrain.sharding import Layout, all_gather, index
+from jaxtrain.parallel import layer_loop as stack
+from jaxtrain.parallel.collectives import all_gather, index
+from jaxtrain.parallel.parameters import Weight, fetch, is_stored, places, ready
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import Remat, name, named
 
 DropoutKey = tuple[int, jax.Array, jax.Array]  # seed, step, indices [B] of rows in the step's global batch
 STACKS = ("dense_blocks", "blocks")  # names of stacked weights

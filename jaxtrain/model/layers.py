@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.model.collective_matmul import gather_product, product_scatter
 from jaxtrain.model.products import Product, plain
-from jaxtrain.model.weights import Pair, Weight
-from jaxtrain.sharding import Dims, Layout, all_gather, index, psum, reduce_scatter
+from jaxtrain.parallel.collective_matmul import gather_product, product_scatter
+from jaxtrain.parallel.collectives import all_gather, index, psum, reduce_scatter
+from jaxtrain.parallel.parameters import Pair, Weight
+from jaxtrain.parallel.sharding import Dims, Layout
 
 
 def weight(

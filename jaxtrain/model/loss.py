@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.softcap import capped
-from jaxtrain.model.weights import Weight
-from jaxtrain.sharding import VOCAB_AXES, Layout, place, pmax, psum
+from jaxtrain.parallel.collectives import place, pmax, psum
+from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.sharding import VOCAB_AXES, Layout
 
 IGNORE = -1  # a target of -1: this position has none
 

@@ -8,10 +8,10 @@ import jax
 import ml_collections
 from flax import nnx
 
-from jaxtrain.memory import named
 from jaxtrain.model.layers import Linear, columns, row
 from jaxtrain.model.products import Product
-from jaxtrain.sharding import Layout
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import named
 
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,

@@ -17,9 +17,10 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
-from jaxtrain.model.weights import Place, Stored
-from jaxtrain.sharding import Layout, all_gather, all_to_all, psum
-from jaxtrain.sharding import place as part_of
+from jaxtrain.parallel.collectives import all_gather, all_to_all, psum
+from jaxtrain.parallel.collectives import place as part_of
+from jaxtrain.parallel.parameters import Place, Stored
+from jaxtrain.parallel.sharding import Layout
 
 TIED, LOOKUP = ("vocab", "embed"), ("vocab", "lookup")
 

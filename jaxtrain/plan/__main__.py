@@ -10,8 +10,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from jaxtrain.command_line import command, load_config, parser_of
 from jaxtrain.errors import UserError
-from jaxtrain.main import command, load_config, parser_of
 
 
 def main(arguments: Sequence[str]) -> None:

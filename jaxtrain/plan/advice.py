@@ -14,8 +14,8 @@ from typing import Any
 import ml_collections
 
 from jaxtrain.config import ConfigError
+from jaxtrain.config.validate import problems
 from jaxtrain.plan.study import Plan, study
-from jaxtrain.validate import problems
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,16 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain import context, flops
-from jaxtrain.activations import KEPT
 from jaxtrain.config import ConfigError
+from jaxtrain.config.settings import SETTINGS
+from jaxtrain.config.validate import problems
+from jaxtrain.hardware import flops
+from jaxtrain.model.attention.limits import cudnn_refusal
+from jaxtrain.parallel import context_layout as context
 from jaxtrain.plan import closed_form, compile, roofline
 from jaxtrain.plan.advice import Change
 from jaxtrain.plan.roofline import RATES
-from jaxtrain.settings import SETTINGS
-from jaxtrain.validate import cudnn_refusal, problems
+from jaxtrain.remat.activations import KEPT
 
 POLICIES = ("dots", "mlp", "full")
 ROWS_PER_DEVICE = (1, 2, 4, 8)  # of a microbatch

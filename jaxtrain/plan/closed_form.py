@@ -18,14 +18,14 @@ import jax
 import ml_collections
 import numpy as np
 
-from jaxtrain import optimizer as optimizers
-from jaxtrain import pipeline_schedule
-from jaxtrain.activations import KEPT
-from jaxtrain.model.balance import needs_counts as counts_first
-from jaxtrain.model.exchange import sizes
-from jaxtrain.model.router import capacity
-from jaxtrain.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
-from jaxtrain.validate import AXES, mesh_sizes
+from jaxtrain.model.moe.balance import needs_counts as counts_first
+from jaxtrain.model.moe.dispatch import sizes
+from jaxtrain.model.moe.router import capacity
+from jaxtrain.parallel.axes import AXES, mesh_sizes
+from jaxtrain.parallel.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
+from jaxtrain.pipeline import schedule as pipeline_schedule
+from jaxtrain.remat.activations import KEPT
+from jaxtrain.train import optimizer as optimizers
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12

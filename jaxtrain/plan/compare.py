@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.config import ConfigError, parse
-from jaxtrain.nearest import nearest_key
+from jaxtrain.config.settings import SETTINGS
+from jaxtrain.config.suggest import nearest_key
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import compile
 from jaxtrain.plan.advice import Change, changed
 from jaxtrain.plan.study import Plan, study
-from jaxtrain.settings import SETTINGS
 
 
 @dataclasses.dataclass(frozen=True)

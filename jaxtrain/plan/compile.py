@@ -21,13 +21,16 @@ import jax
 import ml_collections
 from jax.experimental import topologies
 
-from jaxtrain import hardware, mesh, pipeline_schedule, runtime
+from jaxtrain import runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.hardware import Gpu
-from jaxtrain.model.experts import OVERFLOW
+from jaxtrain.hardware import gpus as hardware
+from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.model.moe.experts import OVERFLOW
+from jaxtrain.parallel import mesh
+from jaxtrain.parallel.sharding import DescribedHost
+from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.plan import buffers, hlo
-from jaxtrain.sharding import DescribedHost
 from jaxtrain.train.program import Program, build_program
 
 # Autotuning would need a GPU.

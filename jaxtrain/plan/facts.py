@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.sharding import VOCAB_AXES, is_dims
+from jaxtrain.parallel.sharding import VOCAB_AXES, is_dims
 from jaxtrain.train.program import Program
 
 Key = tuple[int, ...]  # dimensions in ascending order, ones left out

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxtrain import mesh, runtime
+from jaxtrain import runtime
+from jaxtrain.parallel import mesh
 from jaxtrain.plan import closed_form, communication, compile, facts, hlo, roofline, timeline
 from jaxtrain.plan.communication import Communication
 from jaxtrain.plan.study import Plan, about

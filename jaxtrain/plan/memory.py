@@ -15,11 +15,11 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from jaxtrain.activations import ACTIVATIONS
-from jaxtrain.pipeline_schedule import SCOPE
+from jaxtrain.pipeline.schedule import SCOPE
 from jaxtrain.plan import hlo
 from jaxtrain.plan.buffers import DEVICE, HOST, Assignment, Buffer, Node, Value
 from jaxtrain.plan.facts import Facts
+from jaxtrain.remat.activations import ACTIVATIONS
 
 # Rows in the order of the page.
 ROWS = {
@@ -194,7 +194,7 @@ class _Books:
     def source(self, value: Value) -> str:
         """FILE:LINE of the innermost frame inside this package."""
         for frame in self.assignment.stack(value.node.frame):
-            if f"{_PACKAGE}/" in frame.file and not frame.file.endswith(f"{_PACKAGE}/sharding.py"):
+            if f"{_PACKAGE}/" in frame.file and not frame.file.endswith(f"{_PACKAGE}/parallel/sharding.py"):
                 return f"{_PACKAGE}/{frame.file.rpartition(f'{_PACKAGE}/')[2]}:{frame.line}"
         return ""
 
@@ -206,7 +206,7 @@ class _Books:
         """Whether the code that a value comes from handles weights and their gradients."""
         node = self.named(value.node)
         scopes = {"fetch", "give"} & set(node.op_name.split("/"))
-        return bool(scopes) or self.from_file(node, "model/weights.py", "jaxtrain/optimizer.py", "train/step.py")
+        return bool(scopes) or self.from_file(node, "parallel/parameters.py", "train/optimizer.py", "train/step.py")
 
     def activation_name(self, node: Node) -> str:
         """Which of ACTIVATIONS a value is, by its scope or the source line that names it; "" if none."""
@@ -347,7 +347,7 @@ def _weight(books: _Books, value: Value):
     elif books.facts.has_tokens(value.dims) and not (found.stacked and found.exact) and not books.about_weights(value):
         return None
     if value.dtype == "f32":
-        updating = value.node.opcode.startswith("copy-") or books.from_file(value.node, "jaxtrain/optimizer.py", depth=3)
+        updating = value.node.opcode.startswith("copy-") or books.from_file(value.node, "train/optimizer.py", depth=3)
         return ("update" if updating else "gradients"), found.names
     return ("parameters" if found.stacked or "whole" not in found.placements else "gathered"), found.names
 

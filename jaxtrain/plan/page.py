@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
-from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Table
+from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, WEIGHTS, Table
 from jaxtrain.plan import memory, stages
 from jaxtrain.plan.advice import Alternative
 from jaxtrain.plan.communication import product_name

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxtrain import hardware
 from jaxtrain.errors import UserError
+from jaxtrain.hardware import gpus as hardware
 from jaxtrain.plan import closed_form, memory
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from jaxtrain.hardware import Gpu
+from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.plan import hlo
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from jaxtrain.pipeline_schedule import BACKWARD, FORWARD, IDLE, WEIGHTS, Table
+from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHTS, Table
 
 LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W", IDLE: "·"}
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "gradients of weights"}

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxtrain import flops, pipeline_schedule
-from jaxtrain.hardware import Gpu
+from jaxtrain.hardware import flops
+from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.model.attention import blockwise
-from jaxtrain.pipeline_schedule import Table
+from jaxtrain.pipeline import schedule as pipeline_schedule
+from jaxtrain.pipeline.schedule import Table
 from jaxtrain.plan import closed_form, communication, compile, facts, memory, roofline, timeline
 from jaxtrain.plan.closed_form import ClosedForm
 from jaxtrain.plan.communication import Communication

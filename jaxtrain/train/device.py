@@ -15,15 +15,18 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxtrain import pipeline, pipeline_schedule
-from jaxtrain.model import balance, products
+from jaxtrain.model import products
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.layers import multiply_pair
 from jaxtrain.model.loss import IGNORE, LossSettings, LossSums, cross_entropy
-from jaxtrain.model.router import nothing
+from jaxtrain.model.moe import balance
+from jaxtrain.model.moe.router import nothing
 from jaxtrain.model.vocabulary import padded_size
-from jaxtrain.model.weights import Stored
-from jaxtrain.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device, place, psum
+from jaxtrain.parallel.collectives import place, psum
+from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device
+from jaxtrain.pipeline import executor as pipeline
+from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.train.step import make_gradients
 
 MICROBATCHES = ("activation", ("microbatch", "batch", "length"))

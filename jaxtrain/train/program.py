@@ -14,18 +14,23 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain import hardware, memory, overlap, precision, runtime
-from jaxtrain import optimizer as optimizers
+from jaxtrain import runtime
 from jaxtrain.config import ConfigError
-from jaxtrain.model import balance, products
+from jaxtrain.config.validate import require_valid
+from jaxtrain.hardware import dtypes as precision
+from jaxtrain.hardware import gpus as hardware
+from jaxtrain.model import products
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
 from jaxtrain.model.loss import LossSums
-from jaxtrain.sharding import Layout, make_layout, tree_shardings
+from jaxtrain.model.moe import balance
+from jaxtrain.parallel import overlap
+from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
+from jaxtrain.remat import policy as memory
+from jaxtrain.train import optimizer as optimizers
 from jaxtrain.train.device import device_functions
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import Batch, make_train_step, mean, mean_losses
-from jaxtrain.validate import require_valid
 
 LAYER_ORDER = "layer_order"  # name of `Program.layer_order` among the facts that are saved with a state
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")

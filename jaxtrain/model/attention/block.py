@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.memory import named
 from jaxtrain.model.attention import blockwise, cudnn, reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Positions, visible
@@ -20,8 +19,9 @@ from jaxtrain.model.dropout import factors
 from jaxtrain.model.layers import Linear, Norm, columns, row
 from jaxtrain.model.products import Product
 from jaxtrain.model.rope import rotate
-from jaxtrain.model.weights import own_heads_of
-from jaxtrain.sharding import Layout
+from jaxtrain.parallel.parameters import own_heads_of
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import named
 
 
 @jax.tree_util.register_dataclass

@@ -16,10 +16,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.memory import name
 from jaxtrain.model.attention.mask import Positions, visible
 from jaxtrain.model.attention.merge import row_sums, saved_lse
 from jaxtrain.model.softcap import capped
+from jaxtrain.remat.policy import name
 
 
 @dataclasses.dataclass(frozen=True)

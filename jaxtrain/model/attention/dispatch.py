@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_collections
 
 from jaxtrain.config import ConfigError
-from jaxtrain.validate import blockwise_refusal, cudnn_refusal
+from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
 
 
 def choose(config: ml_collections.ConfigDict, platform: str) -> str:

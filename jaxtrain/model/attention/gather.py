@@ -7,7 +7,8 @@ import functools
 import jax
 import numpy as np
 
-from jaxtrain.sharding import Layout, all_gather, reduce_scatter
+from jaxtrain.parallel.collectives import all_gather, reduce_scatter
+from jaxtrain.parallel.sharding import Layout
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.memory import name
 from jaxtrain.model.attention.block import Attention
 from jaxtrain.model.layers import Linear, Norm, columns, own, shared_by_tensor
 from jaxtrain.model.rope import rotate
+from jaxtrain.remat.policy import name
 
 NORM_EPS = 1e-6  # of the narrow projections, whatever model.norm_eps is: so it is in the reference
 

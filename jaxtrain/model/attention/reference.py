@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.memory import name
 from jaxtrain.model.attention.mask import visible
 from jaxtrain.model.softcap import capped
+from jaxtrain.remat.policy import name
 
 
 def attend(

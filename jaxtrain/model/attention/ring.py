@@ -16,12 +16,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.memory import name
 from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.blockwise import Settings
 from jaxtrain.model.attention.mask import Positions
 from jaxtrain.model.attention.merge import halves, join, merge, row_sums, saved_lse, select
-from jaxtrain.sharding import Layout, all_to_all, index, permute
+from jaxtrain.parallel.collectives import all_to_all, index, permute
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import name
 
 BACKENDS = {"blockwise": blockwise, "cudnn": cudnn, "reference": reference}
 

@@ -1,0 +1,1 @@
+"""States on disk: what is saved when, arrays, files."""

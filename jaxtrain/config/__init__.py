@@ -1,0 +1,5 @@
+"""The configuration: settings, loading, checks, suggestions. What other rooms need of it is named here."""
+
+from jaxtrain.config.loading import ConfigError, check, default_config, describe, load, parse, read, save
+
+__all__ = ["ConfigError", "check", "default_config", "describe", "load", "parse", "read", "save"]

@@ -1,0 +1,1 @@
+"""Facts about GPUs, counts of FLOPs, dtypes. No device is asked."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, dispatch of tokens to experts, experts, balance."""

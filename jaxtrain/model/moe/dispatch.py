@@ -1,0 +1,171 @@
+"""Which row goes where: tokens to the devices that have their experts, and rows there into blocks of one expert each.
+
+Only integers and copies of rows. Shapes are static, loads are not: a device sends each other device (and itself) at most `rows`
+rows at a time, in as many rounds as the fullest pair of devices needs. Nothing is ever dropped, whatever the load; all tokens
+to one expert means more rounds, not more memory. Some rounds are made in any case, so that one can travel while another is
+computed (`overlap.expert_rounds`); what the load may need beyond them is a loop that mostly runs not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.parallel.collectives import all_to_all, index, psum
+from jaxtrain.parallel.sharding import Layout
+
+AXIS = "expert"
+LARGEST_BLOCK, SMALLEST_BLOCK = 1024, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes of the exchange of one device's tokens."""
+
+    layout: Layout
+    tokens: int  # N
+    per_token: int  # k experts each
+    experts: int  # E, over all devices
+    rows: int  # that a device sends to another in a round
+    rounds: int  # made in any case
+    overflows: bool  # these may not be enough
+    block: int  # rows multiplied at a time with one expert's weights
+
+    @property
+    def ways(self) -> int:
+        """Devices over which experts are split."""
+        return self.layout.size(AXIS)
+
+    @property
+    def own_experts(self) -> int:
+        """Experts of one device."""
+        return self.experts // self.ways
+
+    @property
+    def received(self) -> int:
+        """Rows of the buffer that a device receives in a round."""
+        return self.ways * self.rows
+
+    @property
+    def blocks(self) -> int:
+        """Enough for any division of the received rows over this device's experts."""
+        return self.received // self.block + self.own_experts
+
+
+def sizes(
+    layout: Layout, tokens: int, per_token: int, experts: int, factor: float, rounds: int, largest: int | None = None
+) -> Sizes:
+    """Sizes for `tokens` of this device.
+
+    Args:
+      factor: rows of `rounds` rounds, of what a device sends to another when experts are evenly loaded. One device alone sends
+        itself all at once.
+      largest: tokens that an expert takes of them at most (capacity).
+    """
+    ways = layout.size(AXIS)
+    own = experts // ways
+    worst = min(tokens * min(per_token, own), own * (tokens if largest is None else min(largest, tokens)))
+    factor, rounds = (factor, rounds) if ways > 1 else (1.0, 1)
+    rows = -(-min(worst, max(1, -int(-tokens * per_token * factor // ways))) // rounds)
+    block = SMALLEST_BLOCK
+    while block * 2 <= min(LARGEST_BLOCK, rows * ways // (2 * own)):
+        block *= 2
+    return Sizes(layout, tokens, per_token, experts, rows, rounds, rows * rounds < worst, block)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The routes of one device's tokens, sorted."""
+
+    order: jax.Array  # [N k] choices (token * k + which) by expert, those to nowhere last
+    first: jax.Array  # [E + 1] place in `order` where an expert's choices begin
+    place: jax.Array  # [N, k] of each choice among those to the same device; negative: it goes nowhere
+    device: jax.Array  # [N, k] where it goes
+    counts: jax.Array  # [devices, own experts]: rows that each device sends this one
+    rounds: jax.Array  # of the fullest pair of devices
+
+
+def plan(experts: jax.Array, s: Sizes) -> Plan:
+    """Routes [N, k] (E: nowhere) -> the plan. Devices of `expert` tell each other their counts."""
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    first = jnp.searchsorted(flat[order], jnp.arange(s.experts + 1), method="compare_all").astype(jnp.int32)
+    sorted_place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    device = jnp.minimum(flat // s.own_experts, s.ways - 1)
+    place = jnp.where(flat < s.experts, sorted_place - first[device * s.own_experts], -1)
+    # A sum, though it is a gather: XLA would join the latter with the gathers of weights, and wait for them here.
+    own, me = jnp.diff(first).reshape(s.ways, s.own_experts), index(s.layout, AXIS)
+    counts = psum(s.layout, jnp.zeros((s.ways, *own.shape), jnp.int32).at[me].set(own), AXIS)
+    fullest = counts.sum(-1).max()
+    mine = jax.lax.dynamic_index_in_dim(counts, me, 1, keepdims=False)
+    shape = (s.tokens, s.per_token)
+    return Plan(order, first, place.reshape(shape), device.reshape(shape), mine, -(-fullest // s.rows))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What a device sends in one round of a plan."""
+
+    choice: jax.Array  # [devices * rows] the choice that each row sent is; N k: the row is empty
+    place: jax.Array  # [N, k] the row that each choice is; devices * rows: it is not of this round
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The rows that a device receives in one round, in blocks of one expert."""
+
+    source: jax.Array  # [blocks, block] received row in each place of a block; beyond devices * rows: empty
+    expert: jax.Array  # [blocks] of this device
+
+
+def round_of(plan: Plan, number: jax.Array | int, s: Sizes) -> Round:
+    """What is sent in round `number`."""
+    start = number * s.rows
+    begin = plan.first[:: s.own_experts]  # [devices + 1]
+    at = begin[:-1, None] + start + jnp.arange(s.rows)
+    choice = jnp.where(at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size)
+    place = plan.place - start
+    place = jnp.where((place >= 0) & (place < s.rows) & (plan.place >= 0), plan.device * s.rows + place, s.received)
+    return Round(choice.reshape(-1), place)
+
+
+def blocks_of(counts: jax.Array, number: jax.Array | int, s: Sizes) -> Blocks:
+    """What arrives in round `number`, of `counts` as in `Plan`: from each device its rows for this one, by expert."""
+    start = number * s.rows
+    within = start + jnp.arange(s.rows)
+    ends = jnp.cumsum(counts, 1)  # [devices, own experts]
+    here = jnp.clip(ends, start, start + s.rows) - jnp.clip(ends - counts, start, start + s.rows)
+    blocks = -(-here.sum(0) // s.block)
+    last = jnp.cumsum(blocks)
+    begin_of = (last - blocks) * s.block + jnp.cumsum(here, 0) - here  # [devices, own experts] in all blocks' rows
+    expert = jnp.sum(ends[:, None] <= within[None, :, None], -1)  # [devices, rows]; own_experts: empty
+    known = jnp.minimum(expert, s.own_experts - 1)
+    take = functools.partial(jnp.take_along_axis, axis=1)
+    slot = take(begin_of, known) + jnp.arange(s.rows) - take(jnp.cumsum(here, 1) - here, known)
+    slot = jnp.where(expert < s.own_experts, slot, s.blocks * s.block)
+    source = s.received + jnp.arange(s.blocks * s.block, dtype=jnp.int32)  # beyond the end, each once
+    source = source.at[slot.reshape(-1)].set(jnp.arange(s.received, dtype=jnp.int32), mode="drop")
+    of_block = jnp.minimum(jnp.sum(last <= jnp.arange(s.blocks)[:, None], -1), s.own_experts - 1)
+    return Blocks(source.reshape(s.blocks, s.block), of_block)
+
+
+def rows_of(x: jax.Array, r: Round, s: Sizes, of_token: bool) -> jax.Array:
+    """Of tokens [N, ...] or choices [N k, ...], the rows that are sent in a round: [devices * rows, ...]."""
+    choice = r.choice // s.per_token if of_token else r.choice
+    return x.at[choice].get(mode="fill", fill_value=0)
+
+
+def give_back(y: jax.Array, r: Round, s: Sizes) -> jax.Array:
+    """Received rows [devices * rows, ...] back to where they came from: [N, k, ...], zero for choices of other rounds."""
+    return swap(y, s).at[r.place].get(mode="fill", fill_value=0)
+
+
+def swap(x: jax.Array, s: Sizes) -> jax.Array:
+    """[devices * rows, ...]: the rows for each device to that device."""
+    return all_to_all(s.layout, x, AXIS, 0, 0)

@@ -1,0 +1,232 @@
+"""Experts: gated or plain MLPs of which each token sees a few, dropless, their weights split over `expert` and `tensor`.
+
+Rows that arrive are multiplied in blocks, each of one expert, by a loop of static length: plain matrix products, of the same
+kind as elsewhere. `jax.lax.ragged_dot` would say it in a line, but on GPUs XLA makes of it one masked product per expert:
+512 MiB of temporaries for 8192 x 2048 by 16 x 2048 x 1024, where the loop takes 14 (jax 0.10.2 and 0.12.0, compiled for H200).
+The price is padding: up to one block per expert, and the slack of the exchange's buffers.
+
+A choice's weight is multiplied in before the down product, not after it: the backward then needs no output of an expert, so
+that neither is kept or computed twice what that product gives, nor what brings it back.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from flax import nnx
+
+from jaxtrain.model.layers import Linear
+from jaxtrain.model.mlp import ACTIVATIONS, GATED
+from jaxtrain.model.moe.dispatch import Blocks, Plan, Sizes, blocks_of, give_back, plan, round_of, rows_of, sizes, swap
+from jaxtrain.model.moe.router import Routes, capacity
+from jaxtrain.model.products import Product
+from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import name, named
+
+OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
+Settings = tuple[Sizes, str, Product]  # static: sizes, kind of MLP, product
+
+
+class Experts(nnx.Module):
+    """Weights [E, D, F] for up, down and perhaps gate. `exchange`: factor and rounds of `exchange.sizes`."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        model: ml_collections.ConfigDict,
+        layout: Layout,
+        out_stddev: float,
+        product: Product,
+        exchange: tuple[float, int],
+    ):
+        shape, dims = (model.num_experts, model.embed_dim, model.expert_mlp_dim), ("experts", "expert_embed", "mlp")
+        into = functools.partial(Linear, rngs, shape, dims, model.init_stddev, layout)
+        self.gate = into() if model.mlp in GATED else None
+        self.up = into()
+        self.down = Linear(rngs, shape, dims, out_stddev, layout)
+        self.model, self.layout, self.product, self.exchange = model, layout, product, exchange
+
+    def __call__(self, x: jax.Array, routes: Routes, row_length: int) -> jax.Array:
+        """[B, T, D] -> [B, T, D]: the weighted sum of what the experts of each token give, of this device's part of F."""
+        model, (rows, length, width) = self.model, x.shape
+        largest = rows * min(length, capacity(model, row_length)) if model.capacity_factor else None
+        tokens, k = rows * length, model.experts_per_token
+        s = sizes(self.layout, tokens, k, model.num_experts, *self.exchange, largest)
+        linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+        weights = [linear.kernel.get_value() for linear in linears]
+        with jax.named_scope("experts"):
+            found = name(plan(routes.experts.reshape(tokens, k), s), "routes")
+            y = _run((s, model.mlp, self.product), x.reshape(tokens, width), routes.weights.reshape(tokens, k), weights, found)
+        return y.reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: list[Weight], plan: Plan) -> jax.Array:
+    """Tokens [N, D] with the weights of their choices [N, k] -> [N, D]."""
+    return _forward(settings, x, gates, weights, plan)[0]
+
+
+def _forward(settings, x, gates, weights, plan):
+    s = settings[0]
+    values = [w.value for w in weights]
+    turns = [round_of(plan, number, s) for number in range(s.rounds)]
+    arrived = [_arrive(x, gates, plan.counts, number, r, s) for number, r in enumerate(turns)]
+    kept = _in_turn(arrived, functools.partial(_hidden, settings, values))
+    outputs = [_output(settings, values, *one) for one in kept]
+    y = _sum_returned(outputs, turns, s)
+
+    def more(carry):
+        number, y = carry
+        r = round_of(plan, number, s)
+        arrived = _arrive(x, gates, plan.counts, number, r, s)
+        out = _output(settings, values, arrived, _hidden(settings, values, arrived))
+        return number + 1, y + _sum_returned([out], [r], s)
+
+    if s.overflows:
+        with jax.named_scope(OVERFLOW):
+            _, y = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, more, (s.rounds, y))
+    return y.astype(x.dtype), (x, gates, weights, plan, kept)
+
+
+def _backward(settings, residuals, dy):
+    x, gates, weights, plan, kept = residuals
+    s = settings[0]
+    values = [w.value for w in weights]
+    turns = [round_of(plan, number, s) for number in range(s.rounds)]
+    grads, returned = [jnp.zeros(value.shape, jnp.float32) for value in values], []
+    # Where rows and hidden activations are computed again, rows travel first: gradients are sent when there are the latter.
+    tied = [jax.lax.optimization_barrier((dy, one)) for one in kept]
+    arrived_dy = [swap(rows_of(dy, r, s, of_token=True), s) for (dy, _), r in zip(tied, turns, strict=True)]
+    for number, (_, one) in enumerate(tied):
+        dx, dgates, grads = _gradients(settings, values, arrived_dy[number], *one, grads)
+        arrived_dy[number + 1 :], dx = jax.lax.optimization_barrier((arrived_dy[number + 1 :], dx))
+        returned.append((dx, dgates))
+    dx = _sum_returned([dx for dx, _ in returned], turns, s)
+    dgates = sum(give_back(dgates, r, s) for (_, dgates), r in zip(returned, turns, strict=True))
+
+    def more(carry):
+        number, dx, dgates, grads = carry
+        r = round_of(plan, number, s)
+        arrived = _arrive(x, gates, plan.counts, number, r, s)
+        arrived_dy, hidden = swap(rows_of(dy, r, s, of_token=True), s), _hidden(settings, values, arrived)
+        own_dx, own_dgates, grads = _gradients(settings, values, arrived_dy, arrived, hidden, grads)
+        return number + 1, dx + _sum_returned([own_dx], [r], s), dgates + give_back(own_dgates, r, s), grads
+
+    if s.overflows:
+        start = s.rounds, dx, dgates, grads
+        with jax.named_scope(OVERFLOW):
+            _, dx, dgates, grads = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, more, start)
+    return dx.astype(x.dtype), dgates, [w.gradient(g) for w, g in zip(weights, grads, strict=True)], None
+
+
+def _in_turn(arriving, work):
+    """[(what arrived, work of it)] of each round: what arrives next is needed when one round's work is done, not before."""
+    done = []
+    for number in range(len(arriving)):
+        result = work(arriving[number])
+        arriving[number + 1 :], result = jax.lax.optimization_barrier((arriving[number + 1 :], result))
+        done.append((arriving[number], result))
+    return done
+
+
+def _sum_returned(outputs, turns, s):
+    """Rows of rounds back where they came from, and added: float32 [N, D]. One is needed when the next one's work is done."""
+    returned = None
+    for number, (out, r) in enumerate(zip(outputs, turns, strict=True)):
+        back = give_back(out, r, s)
+        if number + 1 < len(outputs):
+            back, outputs[number + 1] = jax.lax.optimization_barrier((back, outputs[number + 1]))
+        back = jnp.sum(back.astype(jnp.float32), 1)
+        returned = back if returned is None else returned + back
+    return returned
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Blocks]:
+    """What arrives here in a round: rows [devices * rows, D], the weights of their choices; and the blocks that they make."""
+    rows, gates = rows_of(x, r, s, of_token=True), rows_of(gates.reshape(-1), r, s, of_token=False)
+    rows, counts = jax.lax.optimization_barrier((rows, counts))  # blocks are made while rows travel
+    arrived = named("expert_in", lambda: (swap(rows, s), swap(gates, s)))
+    return *arrived, name(blocks_of(counts, number, s), "routes")
+
+
+def _hidden(settings, weights, arrived) -> list[jax.Array]:
+    """[blocks, block, F] of gate and up, or up alone."""
+    (rows, _, blocks), (_, _, product) = arrived, settings
+
+    def one(_, block):
+        source, expert = block
+        taken = _take(rows, source)
+        return None, [product("RD,DF->RF", taken, _of(w, expert), rows.dtype) for w in weights[:-1]]
+
+    return named("mlp_hidden", lambda: jax.lax.scan(one, None, (blocks.source, blocks.expert))[1])
+
+
+def _output(settings, weights, arrived, hidden) -> jax.Array:
+    """What experts give for the rows of a round [devices * rows, D]."""
+    (rows, gates, blocks), (_, kind, product) = arrived, settings
+
+    def one(y, block):
+        source, expert, hidden = block
+        weighted = _activated(kind, hidden, _take(gates, source)).astype(rows.dtype)
+        return _put(y, source, product("RF,DF->RD", weighted, _of(weights[-1], expert), rows.dtype)), None
+
+    return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden))[0]
+
+
+def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
+    """Of the rows of a round [devices * rows, D], of their choices' weights, and `grads` with those of its weights added."""
+    (_, kind, product), (rows, gates, blocks), (*into, down) = settings, arrived, weights
+
+    def one(carry, block):
+        dx, dgates, (*grads_into, grad_down) = carry
+        source, expert, hidden = block
+        taken, g, block_dy = _take(rows, source), _take(gates, source), _take(arrived_dy, source)
+        weighted, pull = jax.vjp(functools.partial(_activated, kind), hidden, g)
+        weighted = weighted.astype(rows.dtype)
+        d_weighted = product("RD,DF->RF", block_dy, _of(down, expert), jnp.float32, gradient=0)
+        d_hidden, dg = pull(d_weighted)
+        grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, gradient=1))
+        grads_into = [
+            _add(grad, expert, product("RD,RF->DF", taken, d, jnp.float32, gradient=1))
+            for grad, d in zip(grads_into, d_hidden, strict=True)
+        ]
+        products = [
+            product("RF,DF->RD", d, _of(w, expert), jnp.float32, gradient=0) for d, w in zip(d_hidden, into, strict=True)
+        ]
+        return (_put(dx, source, sum(products).astype(dx.dtype)), _put(dgates, source, dg), [*grads_into, grad_down]), None
+
+    start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
+    return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden))[0]
+
+
+def _activated(kind: str, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
+    """The input of the down product, in float32: hidden [R, F] of gate and up, or up alone, times the rows' weights [R]."""
+    act = ACTIVATIONS[kind]
+    found = act(hidden[0].astype(jnp.float32))
+    if kind in GATED:
+        found = found * hidden[1].astype(jnp.float32)
+    return found * gates[:, None]
+
+
+def _of(weights: jax.Array, expert: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
+
+
+def _add(sums: jax.Array, expert: jax.Array, gradient: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(sums, _of(sums, expert) + gradient, expert, 0)
+
+
+def _take(rows: jax.Array, source: jax.Array) -> jax.Array:
+    return rows.at[source].get(mode="fill", fill_value=0)
+
+
+def _put(rows: jax.Array, source: jax.Array, new: jax.Array) -> jax.Array:
+    """Rows with those of a block in their places; of empty places, which lie beyond the end, nothing becomes."""
+    return rows.at[source].set(new, mode="drop", unique_indices=True)

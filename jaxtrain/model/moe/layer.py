@@ -1,0 +1,46 @@
+"""The feed-forward layer of a block as a mixture of experts: router, experts, and shared experts that every token sees.
+
+Fedus et al. 2022 (arXiv:2101.03961), Jiang et al. 2024 (Mixtral, arXiv:2401.04088), DeepSeek-V3 (arXiv:2412.19437).
+"""
+
+from __future__ import annotations
+
+import jax
+import ml_collections
+from flax import nnx
+
+from jaxtrain.model.layers import shared_by_tensor, summed_over_tensor
+from jaxtrain.model.mlp import Mlp
+from jaxtrain.model.moe.experts import Experts
+from jaxtrain.model.moe.router import Router, Routing
+from jaxtrain.model.products import Product
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import name
+
+
+class Moe(nnx.Module):
+    """sum over the chosen experts of weight * expert(x), and the shared experts, as one MLP, of x."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        model: ml_collections.ConfigDict,
+        layout: Layout,
+        out_stddev: float,
+        product: Product,
+        exchange: tuple[float, int],
+    ):
+        self.router = Router(rngs, model, layout)
+        self.experts = Experts(rngs, model, layout, out_stddev, product, exchange)
+        width = model.num_shared_experts * model.expert_mlp_dim
+        self.shared = Mlp(rngs, model, layout, out_stddev, product, width) if width else None
+        self.layout = layout
+
+    def __call__(self, x: jax.Array, segments: jax.Array, index: jax.Array) -> tuple[jax.Array, Routing]:
+        """[B, t, D], segments [B, T] and places in the row [T] -> [B, t, D], and the router's sums of this layer."""
+        row_length = segments.shape[1] * self.layout.size("sequence")
+        routes, sums = self.router(x, segments, index, row_length)
+        y = summed_over_tensor(self.experts(shared_by_tensor(x, self.layout), routes, row_length), self.layout)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return name(y, "mlp_out"), sums

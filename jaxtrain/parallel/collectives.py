@@ -1,0 +1,80 @@
+"""Collectives of model code, which runs once per device inside `sharding.per_device`. An axis of one device costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.parallel.sharding import ACTIVATION_RULES, Layout
+
+
+def psum(layout: Layout, x: Any, *axes: str) -> Any:
+    """Sum over the devices along axes, on each of them (all-reduce)."""
+    axes = tuple(axis for axis in axes if layout.size(axis) > 1)
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def pmax(layout: Layout, x: jax.Array, *axes: str) -> jax.Array:
+    """Largest value over the devices along axes."""
+    axes = tuple(axis for axis in axes if layout.size(axis) > 1)
+    return jax.lax.pmax(x, axes) if axes else x
+
+
+def all_gather(layout: Layout, x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """The parts of all devices along an axis, or several, joined along a dimension."""
+    axes = _used(layout, axes)
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def reduce_scatter(layout: Layout, x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """The sum over the devices along an axis, or several, of which each keeps its part along a dimension."""
+    axes = _used(layout, axes)
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def all_to_all(
+    layout: Layout, x: jax.Array, axes: str | Sequence[str], split: int, join: int, group: int | None = None
+) -> jax.Array:
+    """Part i along `split` goes to device i of an axis, or of several; what arrives is joined along `join`.
+
+    group: among so many neighbours along the axis, None: all.
+    """
+    axes = _used(layout, axes)
+    if not axes or group == 1:
+        return x
+    ways, groups = layout.size(*axes), None
+    if group not in (None, ways):
+        groups = [list(range(first, first + group)) for first in range(0, ways, group)]
+    return jax.lax.all_to_all(x, axes, split, join, axis_index_groups=groups, tiled=True)
+
+
+def _used(layout, axes):
+    return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if layout.size(axis) > 1)
+
+
+def permute(layout: Layout, x: Any, axis: str, by: int) -> Any:
+    """The array, or tree of them, of the device `by` places earlier along an axis, around the ring."""
+    ways = layout.size(axis)
+    return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)]) if ways > 1 else x
+
+
+def broadcast(layout: Layout, x: jax.Array, axis: str, source: int) -> jax.Array:
+    """The array, or tree of them, of one device along an axis, on each of them."""
+    mine = index(layout, axis) == source
+    return psum(layout, jax.tree.map(lambda a: jnp.where(mine, a, jnp.zeros_like(a)), x), axis)
+
+
+def index(layout: Layout, axis: str) -> jax.Array | int:
+    """This device's place along an axis."""
+    return jax.lax.axis_index(axis) if layout.size(axis) > 1 else 0
+
+
+def place(layout: Layout, dim: str) -> jax.Array | int:
+    """Which part of an activation's dimension this device has, counted from 0 in the order that shards are laid out."""
+    number = 0
+    for axis in ACTIVATION_RULES[dim]:
+        number = number * layout.size(axis) + index(layout, axis)
+    return number

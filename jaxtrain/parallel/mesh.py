@@ -1,0 +1,40 @@
+"""The device mesh: six named axes, always all present, slowest link first.
+
+`pipeline, data, fsdp, expert, sequence, tensor`; unused axes have size 1. Neighbouring devices (one node, one NVLink
+domain) are neighbours on the last axes, since jax orders devices by process and `tensor` is innermost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxtrain.parallel.axes import AXES, mesh_sizes
+
+log = logging.getLogger(__name__)
+
+
+def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `config.mesh` over `devices` (default: all), of Auto axes.
+
+    Auto, because one program must serve every layout: the rules table places states and block boundaries, the
+    partitioner places the rest, and `shard_map` takes over where the place of a collective matters.
+    Raises ConfigError when the axes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = mesh_sizes(config, len(devices))
+    per_process = max(1, math.gcd(*(sum(d.process_index == p for d in devices) for p in {d.process_index for d in devices})))
+    if per_process % sizes["tensor"] and len(devices) > per_process:
+        log.warning(
+            "mesh.tensor=%d crosses nodes of %d devices: its four collectives a layer then run at network speed, "
+            "typically 10x slower than inside a node",
+            sizes["tensor"],
+            per_process,
+        )
+    return Mesh(np.array(devices).reshape([sizes[a] for a in AXES]), AXES, axis_types=(AxisType.Auto,) * len(AXES))

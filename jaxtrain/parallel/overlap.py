@@ -1,0 +1,72 @@
+"""How collectives hide behind compute on GPUs: the `overlap` settings, mapped onto XLA's flags in this one place.
+
+What a flag cannot say is in the program itself: which weights are fetched a block ahead (`overlap.prefetch`, see
+`jaxtrain.model.stack`) and products in ring steps (`overlap.collective_matmul`, see `jaxtrain.model.collective_matmul`).
+The rest is XLA's latency-hiding scheduler: it moves the start of a collective up and its end down, as far as its limits let it.
+
+The flags go to the compiler with the step (`compiler_options`), so the plan of a step and its run have the same ones. Flags
+that the user has set in XLA_FLAGS win and are reported; flags that this jax does not know are left out with a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from typing import Any
+
+import jax
+import ml_collections
+
+from jaxtrain.hardware.gpus import Gpu
+
+log = logging.getLogger(__name__)
+
+# A GPU's links move this much in some 0.15 to 0.3 ms: enough that starting a collective (some 0.02 ms) is small beside it.
+# Larger pieces start later and need larger buffers. By the link's generation; sources in `jaxtrain.hardware`.
+COMBINE_MIB = {"8.0": 64, "9.0": 128, "10.0": 256}
+DEFAULT_COMBINE_MIB = 128
+
+
+def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any]:
+    """XLA flags for the settings of section `overlap` on a GPU (None: one that is not in the table)."""
+    combine = settings.combine_mib or COMBINE_MIB.get(gpu.compute_capability if gpu else "", DEFAULT_COMBINE_MIB)
+    return {
+        "xla_gpu_enable_latency_hiding_scheduler": settings.latency_hiding,
+        "xla_gpu_memory_limit_slop_factor": settings.memory_limit_percent,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives,
+        "xla_gpu_enable_while_loop_double_buffering": settings.double_buffering,
+        "xla_gpu_all_gather_combine_threshold_bytes": combine << 20,
+        "xla_gpu_all_reduce_combine_threshold_bytes": combine << 20,
+        # Gradients come one by one: what waits for more to go with starts late and is waited for at the end.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": combine << 18,
+        # Weights of unlike shapes go together, or a block's small ones are sent by themselves.
+        "xla_gpu_enable_all_gather_combine_by_dim": False,
+        "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+    }
+
+
+def compiler_options(config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None) -> dict[str, Any]:
+    """XLA options of the training step on a platform; none for CPUs."""
+    if platform not in ("gpu", "cuda"):
+        return {}
+    by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
+    options = {}
+    for name, value in flags(config.overlap, gpu).items():
+        if name in by_user:
+            log.info("%s: as set in XLA_FLAGS, not %s", name, value)
+        elif _known(name, value):
+            options[name] = value
+    return options
+
+
+@functools.cache
+def _known(name: str, value: Any) -> bool:
+    """Whether this jax takes an option."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+        return True
+    except jax.errors.JaxRuntimeError:
+        log.info("XLA of jax %s has no option %s; left out", jax.__version__, name)
+        return False

@@ -1,0 +1,1 @@
+"""Pipeline stages: schedules as tables, and the executor that runs them."""

@@ -1,0 +1,1 @@
+"""What is kept for the backward, recomputed, or moved to the host's memory."""

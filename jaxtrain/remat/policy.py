@@ -1,0 +1,121 @@
+"""What is kept for the backward, and what is kept in the host's memory instead of the device's.
+
+Rematerialization: `memory.remat` names a policy of `jax.checkpoint` for blocks. The named activations are what products and
+attention give; what lies between them (norms, activation functions, rotations) is always recomputed, but for `none`.
+
+Offload: `memory.offload` names what lies in pinned host memory: groups of the training state, which come to the device for
+the update and go back, and named activations, which come back for the backward of their block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.remat.activations import ACTIVATIONS, KEPT
+
+
+def name(x: Any, name: str) -> Any:
+    """Marks an activation (or a tree of them) for the policies. Raises ValueError for a name that is not in ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unknown activation name {name!r}; known: {', '.join(ACTIVATIONS)}")
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
+
+
+def named(name_: str, function: Callable, *args: Any) -> Any:
+    """`name(function(*args), name_)`; also what computes it, repeats it and differentiates it bears the name, in plans."""
+    with jax.named_scope(name_):
+        return name(function(*args), name_)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What blocks keep. Of every `every` blocks, the last one keeps `kept` and the others keep everything.
+
+    Attributes:
+      kept: names of activations; None: everything.
+      offloaded: those of them that are kept on the host; "block_in" and "block_mid" too, which are kept always (block_mid: but
+        when all is recomputed).
+    """
+
+    kept: tuple[str, ...] | None = None
+    offloaded: tuple[str, ...] = ()
+    every: int = 1
+
+    def recomputes_all(self, turn: int) -> bool:
+        """Whether the block at a turn of the pattern keeps nothing but its input."""
+        return self.kept == () and turn == self.every - 1
+
+    def to_host(self, x: Any) -> Any:
+        """A block's input, as it is kept when all is recomputed."""
+        return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Host), x) if "block_in" in self.offloaded else x
+
+    def from_host(self, x: Any) -> Any:
+        """The opposite of `to_host`."""
+        return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), x) if "block_in" in self.offloaded else x
+
+    def apply(self, part: Callable, turn: int) -> Callable:
+        """A part of the block at a turn of the pattern, under its policy."""
+        if self.kept is None or turn < self.every - 1:
+            return part
+        on_device = [name for name in self.kept if name not in self.offloaded]
+        named = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=on_device,
+            names_which_can_be_offloaded=list(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+        def policy(primitive, *args, **params):
+            # cuDNN's attention keeps its output and log-sum-exp inside jax's own function, where they cannot be named.
+            if "attention" in on_device and primitive.name.startswith("dot_product_attention_fwd"):
+                primitive, params = _name_primitive(), {"name": "attention"}
+            return named(primitive, *args, **params)
+
+        # The part is in the body of a loop, so common subexpressions cannot leak out of the recomputation.
+        return jax.checkpoint(part, policy=policy, prevent_cse=False)
+
+
+@functools.cache
+def _name_primitive() -> Any:
+    """The operation that `name` makes."""
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, "x"))(0.0).eqns[0].primitive
+
+
+def remat(settings: ml_collections.ConfigDict) -> Remat:
+    """The `Remat` of a validated config's section `memory`."""
+    kept = tuple(settings.keep) if settings.remat == "names" else KEPT[settings.remat]
+    if kept and "routes" not in kept:  # rounding may turn a close choice when it is computed again: what was kept would not fit
+        kept = (*kept, "routes")
+    return Remat(kept, tuple(n for n in settings.offload if n in ACTIVATIONS), settings.remat_every_blocks)
+
+
+def memory_kind(settings: ml_collections.ConfigDict, group: str) -> str | None:
+    """Where a group of the training state ("master", "moments") lies: a memory kind of jax, None for the device's own."""
+    return "pinned_host" if group in settings.offload else None
+
+
+def on_device(tree: Any, after: Any) -> Any:
+    """Arrays that may be on the host, on the device, not before `after` has been computed."""
+    tree, _ = jax.lax.optimization_barrier((tree, after))
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def with_working_copy(function: Callable, matrices: Any, dtype: Any) -> Callable:
+    """`function(params, ...)` for weights on the host: it gets copies on the device, matrices as `dtype`.
+
+    Args:
+      matrices: nested dict of bool like the weights.
+    """
+
+    def copy(weight, matrix):
+        weight = jax.device_put(weight, jax.memory.Space.Device)
+        return weight.astype(dtype) if matrix else weight
+
+    return lambda params, *args: function(jax.tree.map(copy, params, matrices), *args)

@@ -1,0 +1,286 @@
+"""The training run: from a config and a workdir to a trained model, continuing where an earlier run stopped.
+
+Step k's metrics are read after step k + 1 has been launched, so the devices never wait for the host. Process 0 alone
+writes and prints.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import pathlib
+import resource
+import time
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from jaxtrain import config as configs
+from jaxtrain import runtime
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.config.validate import require_valid
+from jaxtrain.data.loader import Corpus, eval_batches, load_corpus, train_batches
+from jaxtrain.errors import UserError
+from jaxtrain.hardware import flops
+from jaxtrain.hardware import gpus as hardware
+from jaxtrain.observe.metrics import MetricsWriter, write_summary
+from jaxtrain.observe.progress import Progress, setup_logging
+from jaxtrain.observe.throughput import Throughput
+from jaxtrain.parallel import mesh
+from jaxtrain.parallel.axes import AXES
+from jaxtrain.plan import preflight
+from jaxtrain.train.evaluation import evaluate
+from jaxtrain.train.optimizer import learning_rate
+from jaxtrain.train.program import LAYER_ORDER, Program, build_program
+from jaxtrain.train.state import TrainState
+
+log = logging.getLogger(__name__)
+EXPERT_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_share", "largest_load")  # `balance.figures`
+
+
+def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[str, Any]:
+    """Trains to train.num_steps and returns the summary that it writes to WORKDIR/summary.json.
+
+    Raises ConfigError for a config that cannot run on these devices, UserError for what else the user must mend.
+    """
+    started, workdir = time.monotonic(), pathlib.Path(workdir)
+    setup_logging()
+    require_valid(config)
+    runtime.initialize(config)
+    setup_logging(jax.process_index())
+    require_valid(config, jax.device_count())
+    _prepare(workdir)
+    corpus = load_corpus(config)
+    program = build_program(config, mesh.build(config))
+    _announce(config, program, corpus)
+    checkpoint = config.checkpoint
+    with Checkpointer(workdir, checkpoint.save_every_steps, checkpoint.keep_last, checkpoint.keep_every_steps) as checkpointer:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are read or made while the step compiles
+            compiling = pool.submit(_compile_step, program)
+            if config.runtime.check_memory:
+                preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
+            restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
+            state, facts, start = restored or (program.init(config.train.seed), None, 0)
+            if restored:
+                state = program.in_own_order(state, facts.get(LAYER_ORDER))
+            step_compiled, compile_s = compiling.result()
+        log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
+        if restored:
+            log.info("Continuing from the checkpoint of step %d", start)
+        resolved = _resolved(config, program)
+        first_process = jax.process_index() == 0
+        if first_process:
+            configs.save(resolved, workdir / "config.json")
+        with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
+            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start)
+            state = session.train(state)
+            summary = session.summary(state) | {
+                "compile_s": round(compile_s, 3),
+                "wall_s": round(time.monotonic() - started, 3),
+            }
+    if first_process:
+        from jaxtrain.observe.plot import experts_plot, loss_plot
+
+        path = workdir / "summary.json"
+        if start < config.train.num_steps or not path.exists():  # a finished run given again keeps its figures
+            write_summary(workdir, summary)
+        plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
+        log.info("Wrote %s", " and ".join(map(str, [path, *plots])))
+    return summary
+
+
+class _Session:
+    """The steps of one run. Holds what every step needs; `train` is the loop."""
+
+    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int):
+        self.config, self.program, self.corpus = config, program, corpus
+        self.checkpointer, self.writer, self.step_compiled, self.start = checkpointer, writer, step_compiled, start
+        tokens = config.data.global_batch_rows * config.data.seq_len_tokens
+        self.throughput = Throughput(tokens)
+        self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
+        self.last_metrics: dict[str, Any] = {}
+        self.last_eval: dict[str, float] = {}
+        self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
+
+    def train(self, state: TrainState) -> TrainState:
+        """All steps that are left; evaluates and saves when due and at the end."""
+        config, num_steps = self.config, self.config.train.num_steps
+        if self.start >= num_steps:
+            log.info("All %d steps are done already (train.num_steps); nothing to train", num_steps)
+            return state
+        if config.eval.at_start and not self.start:
+            self._evaluate(state, -1)
+        batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
+        observe = config.observe
+        bar = Progress(
+            num_steps, self.start, config.train.log_every_steps, bar=observe.progress_bar, enabled=jax.process_index() == 0
+        )
+        try:
+            with bar:
+                pending = None  # the step launched last, whose metrics are still on the devices
+                for step in range(self.start, num_steps):
+                    batch = self.program.put_batch(next(batches))
+                    rate = np.float32(learning_rate(config, step))
+                    state, metrics = self.step_compiled(state, batch, rate)
+                    if pending:
+                        self._finish(*pending, bar)
+                    pending = (step, metrics)
+                    done, last = step + 1, step + 1 == num_steps
+                    evaluate_now = last or (config.eval.every_steps and done % config.eval.every_steps == 0)
+                    save_now = self.checkpointer.should_save(done, last)
+                    if evaluate_now or save_now:
+                        self._finish(*pending, bar)
+                        pending = None
+                        self.throughput.pause()
+                    if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
+                        self._evaluate(state, step)
+                    if save_now:
+                        self.checkpointer.save(done, state, self.facts)
+        finally:
+            batches.close()
+        self.checkpointer.wait()
+        return state
+
+    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
+        """Waits for a step's metrics; shows and writes them when due; stops a run that goes nowhere."""
+        metrics = {name: value if np.ndim(value) else float(value) for name, value in jax.device_get(metrics).items()}
+        self.throughput.finished()
+        self.last_metrics = metrics
+        if metrics["targets"] == 0:
+            log.warning("Step %d: the batch has no target token; loss and gradient are 0", step)
+        if metrics["skipped_in_row"]:
+            log.warning(
+                "Step %d: the gradient is not finite (norm %s); the update is skipped, %d in a row",
+                step,
+                metrics["grad_norm"],
+                metrics["skipped_in_row"],
+            )
+        limit = self.config.optimizer.max_nonfinite_steps
+        stop = metrics["skipped_in_row"] >= limit
+        done, every = step + 1, self.config.train.log_every_steps
+        if done % every == 0 or done == self.config.train.num_steps or step == self.start or stop:
+            rate = self.throughput.recent()
+            shown = {
+                "loss": metrics["loss"],
+                "objective": metrics["objective"],
+                "grad_norm": metrics["grad_norm"],
+                "learning_rate": metrics["learning_rate"],
+                "targets": metrics["targets"],
+                "skipped": metrics["skipped_steps"],
+            }
+            shown |= {name: metrics[name] for name in EXPERT_FIGURES if name in metrics}
+            if rate:
+                shown |= {"tokens_per_s": rate, "mfu": self._mfu(rate)}
+            self.writer.write(step, shown)
+            bar.update(done, shown)
+        else:
+            bar.update(done)
+        if stop:
+            raise UserError(
+                f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
+                "are those before the first of them. Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or see "
+                "the data of these steps; the same command continues from the newest checkpoint"
+            )
+
+    def _evaluate(self, state: TrainState, step: int) -> None:
+        """Held-out loss of the weights after `step`."""
+        if self.corpus.eval is None:
+            return
+        batches = eval_batches(self.config, self.corpus, self.program.eval_rows())
+        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches)
+        if self.last_eval:
+            log.info("Step %d: held-out loss %.4f nats per token", step + 1, self.last_eval["eval_loss"])
+            self.writer.write(step, self.last_eval)
+        self.throughput.pause()
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        return flops.mfu(tokens_per_s, self.flops_per_token, jax.device_count(), self.peak_flops)
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """The figures of summary.json; tokens/s and MFU of this run's counted steps."""
+        rate = self.throughput.overall()
+        peak, what = peak_memory_bytes()
+        return {
+            "steps": int(state.step),
+            "started_from_step": self.start,
+            "final_loss": self.last_metrics.get("loss"),
+            "final_eval_loss": self.last_eval.get("eval_loss"),
+            "tokens_per_s": rate,
+            "mfu": self._mfu(rate) if rate else None,
+            "peak_memory_bytes": peak,
+            "peak_memory_of": what,
+            "skipped_steps": int(state.skipped),
+            "parameters": sum(flops.parameter_count(self.config.model).values()),
+            **self._of_experts(),
+            "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
+            "devices": runtime.devices_summary(),
+            "versions": runtime.versions(),
+        }
+
+    def _of_experts(self) -> dict[str, Any]:
+        """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
+        if not self.config.model.num_experts:
+            return {}
+        found = {"active_parameters": flops.active_count(self.config.model)}
+        if "expert_load" in self.last_metrics:
+            found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
+        return found
+
+
+def peak_memory_bytes() -> tuple[int, str]:
+    """Largest memory used so far, and of what: an accelerator's own count, else this process's resident memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"]), "device"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process 0, resident"
+
+
+def _prepare(workdir: pathlib.Path) -> None:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            probe = workdir / ".writable.tmp"
+            probe.write_text("")
+            probe.unlink()
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror or error}); choose another folder") from error
+
+
+def _announce(config, program: Program, corpus: Corpus) -> None:
+    sizes = {axis: program.layout.size(axis) for axis in AXES}
+    shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+    count = sum(flops.parameter_count(config.model).values())
+    log.info("Machine: %s", runtime.devices_summary())
+    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
+    log.info("Memory: %s", preflight.expected(config, jax.device_count()))
+    log.info("Data: %s", corpus.summary)
+
+
+def _compile_step(program: Program) -> tuple[Any, float]:
+    """The train step, compiled once for the whole run, and the seconds that took."""
+    start = time.monotonic()
+    compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
+    return compiled, time.monotonic() - start
+
+
+def _facts(config, corpus: Corpus) -> dict[str, Any]:
+    """What must not change between a checkpoint and its continuation: with it, batch and dropout of each step would."""
+    return {
+        "data_fingerprint": corpus.fingerprint,
+        "data.global_batch_rows": config.data.global_batch_rows,
+        "data.seq_len_tokens": config.data.seq_len_tokens,
+        "train.seed": config.train.seed,
+    }
+
+
+def _resolved(config: ml_collections.ConfigDict, program: Program) -> ml_collections.ConfigDict:
+    """The config with the mesh axis of -1 filled in."""
+    resolved = ml_collections.ConfigDict(config.to_dict())
+    for axis in AXES:
+        resolved.mesh[axis] = program.layout.size(axis)
+    return resolved.lock()
