@@ -182,6 +182,9 @@ def _wrong_values(config: ml_collections.ConfigDict) -> list[str]:
             if key not in values:
                 problems.append(f"{section}.{key}: missing; start from default_config()")
                 continue
+            if setting.entries is not None:
+                problems += _entry_problems(f"{section}.{key}", setting.entries, values[key])
+                continue
             if (converted := _converted(setting, values[key])) is not values[key]:
                 values[key] = None  # ConfigDict would turn an int that replaces a float into a float again
                 values[key] = converted
@@ -190,12 +193,51 @@ def _wrong_values(config: ml_collections.ConfigDict) -> list[str]:
     return problems
 
 
+def _entry_problems(name: str, settings: dict[str, Setting], entries: Any) -> list[str]:
+    """Problems of a dict of named entries; converts values in place like `check`."""
+    if not isinstance(entries, ml_collections.ConfigDict):
+        return [f"{name}: expected a dict of named entries, got {entries!r}"]
+    problems = []
+    for entry, values in entries.items():
+        if not isinstance(values, ml_collections.ConfigDict):
+            problems.append(f"{name}.{entry}: expected a dict with {', '.join(settings)}, got {values!r}")
+            continue
+        for key in list(values):
+            if key not in settings:
+                problems.append(f"{name}.{entry}.{key}: unknown key{nearest_key(key, name, {name: settings})}")
+                continue
+            value = _converted(settings[key], values[key])
+            values[key] = None
+            values[key] = value
+            if problem := _value_problem(settings[key], value):
+                problems.append(f"{name}.{entry}.{key}: {problem}")
+    return problems
+
+
+def _override_entry(config: ml_collections.ConfigDict, dotted: str, text: str) -> tuple[bool, str | None]:
+    """Sets a key of a named entry, SECTION.KEY.ENTRY.KEY, as `_override`."""
+    section, key, entry, *rest = dotted.split(".")
+    entries = SETTINGS[section][key].entries
+    if len(rest) != 1 or rest[0] not in entries:
+        hint = nearest_key(rest[0], key, {key: entries}) if len(rest) == 1 else f"; write {section}.{key}.{entry}.KEY=VALUE"
+        return False, f"--config.{dotted}: unknown key{hint}"
+    try:
+        value = parse(entries[rest[0]], text)
+    except ValueError:
+        return True, f"--config.{dotted}: expected {entries[rest[0]].type.__name__}, got {text!r}"
+    with contextlib.suppress(AttributeError, TypeError):  # otherwise what stands there is the problem
+        config[section][key].setdefault(entry, ml_collections.ConfigDict(type_safe=False))[rest[0]] = value
+    return True, None
+
+
 def _override(config: ml_collections.ConfigDict, dotted: str, text: str) -> tuple[bool, str | None]:
     """Sets one key from text. Returns whether there is such a key, and the problem, if there is one."""
     section, _, key = dotted.partition(".")
     if section in SETTINGS and not key:
         keys = ", ".join(SETTINGS[section])
         return False, f"--config.{section}: is a section; write --config.{section}.KEY=VALUE with one of {keys}"
+    if section in SETTINGS and "." in key and (head := SETTINGS[section].get(key.partition(".")[0])) and head.entries:
+        return _override_entry(config, dotted, text)
     if section not in SETTINGS or key not in SETTINGS[section]:
         return False, f"--config.{dotted}: unknown key{nearest_key(key or section, section if key else None, SETTINGS)}"
     try:
@@ -224,6 +266,10 @@ def parse(setting: Setting, text: str) -> Any:
         if not float(text).is_integer():
             raise ValueError(text)
         return int(float(text))
+    if setting.type is dict:
+        if not isinstance(value := json.loads(text), dict):
+            raise ValueError(text)
+        return value
     if setting.type is tuple:
         return tuple(part.strip().strip("'\"") for part in text.strip("()[]").split(",") if part.strip())
     return setting.type(text)

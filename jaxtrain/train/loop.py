@@ -22,7 +22,8 @@ from jaxtrain import config as configs
 from jaxtrain import runtime
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
-from jaxtrain.data.loader import Corpus, eval_batches, load_corpus, train_batches
+from jaxtrain.data.corpus import Corpus, load_corpus
+from jaxtrain.data.loader import eval_batches, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
