@@ -12,7 +12,7 @@ import numpy as np
 
 
 def loss(params, batch, m):
-    """Mean cross-entropy of packed rows [b, T] (tokens, targets with -1 for none, segment_ids with 0 for padding, positions)."""
+    """Mean cross-entropy of packed rows [b, T]: tokens, targets (-1: none), segment_ids (0: padding), positions."""
     logits = forward(params, batch, m)
     nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
     valid = batch["targets"] >= 0

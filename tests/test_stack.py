@@ -175,7 +175,9 @@ def test_a_weight_that_no_part_reads_stops_the_build():
         make(layout, second=(mlp, ("mlp", "head")))
 
 
-@pytest.mark.parametrize("reads", [{"MLP": ("mlp",)}, {"MLP": ("mlp", "attention"), "ATTENTION": ("mlp_norm", "attention_norm")}])
+@pytest.mark.parametrize(
+    "reads", [{"MLP": ("mlp",)}, {"MLP": ("mlp", "attention"), "ATTENTION": ("mlp_norm", "attention_norm")}]
+)
 def test_the_models_parts_must_name_what_they_read(monkeypatch, reads):
     for name_of, names in reads.items():
         monkeypatch.setattr(Block, name_of, names)

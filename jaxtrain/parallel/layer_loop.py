@@ -10,9 +10,10 @@ scan and to the compiler:
   beside the last block, which stands outside the loop where anything is sent.
 - In the backward, gradients are added to the sums over microbatches in place, so that no second set of them exists.
 - A block has parts (attention, MLP), which name the weights they read. A weight that several parts read gets the sum of their
-  gradients, which is sent once; one that no part reads stops the build. While the backward of one computes, the gradients of the part before it are on their
-  way; those of a block's first part go with the next block. The compiler by itself sends all of it at the end of a block,
-  where little is left to compute: barriers tie what is sent to what it is sent beside.
+  gradients, which is sent once; one that no part reads stops the build.
+- While the backward of one part computes, the gradients of the part before it are on their way; those of a block's first part
+  go with the next block. The compiler by itself sends all of it at the end of a block, where little is left to compute:
+  barriers tie what is sent to what it is sent beside.
 - What a block keeps for its backward is up to `jaxtrain.memory`; its weights are never among it.
 """
 
