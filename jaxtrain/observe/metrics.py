@@ -1,8 +1,8 @@
 """The numbers of a run on disk: metrics.jsonl, TensorBoard events and summary.json in the working directory.
 
 Rows of metrics.jsonl are flat JSON objects with "step" first: optimizer steps done, this one included, so that the first step
-is 1, figures of step k are of what led to the checkpoint of step k, and 0 is the initial weights. Names that `observe.plot` and `observe.progress` know:
-loss, eval_loss (nats per token), learning_rate, grad_norm, tokens_per_s, mfu, skipped.
+is 1, figures of step k are of what led to the checkpoint of step k, and 0 is the initial weights. Names that `observe.plot` and
+`observe.progress` know: loss, eval_loss (nats per token), learning_rate, grad_norm, tokens_per_s, mfu, skipped.
 
 Only process 0 writes; it creates the writer with `enabled=True`, the others' does nothing.
 """
@@ -126,7 +126,8 @@ class _Events:
             self._file = self._path.open("xb")
         self._record(file_version="brain.Event:2")
         # TensorBoard discards what earlier files hold at this step and later.
-        self._record(step=resume_step + 1 if resume_step else 0, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        first = resume_step + 1 if resume_step else 0
+        self._record(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         scalars = {name: value for name, value in values.items() if value is not None and not isinstance(value, str)}
