@@ -251,7 +251,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "After warm-up: cosine or linear decay, constant, or wsd (constant, then linear decay over decay_steps).",
             choices=("cosine", "linear", "constant", "wsd"),
         ),
-        "warmup_steps": Setting(0, "Step k < warmup_steps uses peak * (k + 1) / warmup_steps: step 0 is not a no-op.", low=0),
+        "warmup_steps": Setting(0, "Step k <= warmup_steps uses peak * k / warmup_steps; the first, step 1, moves.", low=0),
         "decay_steps": Setting(0, "wsd: length of the final decay.", low=0),
         "final_fraction": Setting(0.1, "Decays end, at the last step of train.num_steps, at peak * this.", low=0.0, high=1.0),
         "b1": _share("First-moment decay (adamw, lion, and muon's Adam part).", 0.9),

@@ -121,7 +121,7 @@ class Progress:
             self._task = self._rich.add_task("", total=num_steps, completed=start_step, status="compiling the first step")
 
     def update(self, steps_done: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Moves to `steps_done` of num_steps (step index + 1).
+        """Moves to `steps_done` of num_steps.
 
         Args:
           metrics: loss, tokens_per_s, mfu (fraction or None), learning_rate, grad_norm, skipped, as far as they are known;
