@@ -279,6 +279,7 @@ def backward_of_inputs(
     """
     kept, last, taken = _taken(kept)
     every = stack.remat.every
+
     def blocks(carry, xs):
         (dx, sums, room), (group, kept), pairs = carry, xs, []
         kept = kept if isinstance(group, int) else taken(group, kept)
