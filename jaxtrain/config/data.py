@@ -1,4 +1,4 @@
-"""The sources of a run, out of the settings of `data`: which there are, their weights at each step, and what is wrong with them."""
+"""The sources of a run, out of the settings of `data`: which there are, their weights at each step, what is wrong with them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ class Setting:
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
     optional: type | None = None  # the type beside None, for settings whose default is None
-    entries: dict[str, Setting] | None = None  # of a dict: the settings of each of its named entries, all of which may be left out
+    entries: dict[str, Setting] | None = None  # of a dict: of its entries
+    location: bool = False  # a path or an address of the machine the run is on; never taken from a stranger's config.json
 
     @property
     def type(self) -> type:
@@ -33,12 +34,13 @@ _SOURCE = {
     "paths": Setting(
         ("python_stdlib",),
         "Files, folders (searched recursively) or globs, local or s3://, gs://, https://; or python_stdlib: the source of "
-        "Python's standard library.",
+        "Python's standard library. On the command line a,b; one that contains a comma in quotes within quotes: '\"a,b\",c'.",
+        location=True,
     ),
     "pattern": Setting("*", "Glob for file names inside folders."),
     "format": Setting(
         "auto",
-        "auto goes by each file's suffix. text: a file is a document; jsonl: a line of JSON is one (.gz and .zst are unpacked); "
+        "auto goes by each file's suffix. text: a file is a document; jsonl: each line is JSON (.gz and .zst are unpacked); "
         "shards: what jaxtrain.tokenize wrote; arrow: datasets' save_to_disk; megatron: .bin with .idx.",
         choices=("auto", "text", "jsonl", "parquet", "arrow", "array_record", "shards", "megatron"),
     ),
@@ -282,7 +284,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "After warm-up: cosine or linear decay, constant, or wsd (constant, then linear decay over decay_steps).",
             choices=("cosine", "linear", "constant", "wsd"),
         ),
-        "warmup_steps": Setting(0, "Step k < warmup_steps uses peak * (k + 1) / warmup_steps: step 0 is not a no-op.", low=0),
+        "warmup_steps": Setting(0, "Step k <= warmup_steps uses peak * k / warmup_steps; the first, step 1, moves.", low=0),
         "decay_steps": Setting(0, "wsd: length of the final decay.", low=0),
         "final_fraction": Setting(0.1, "Decays end, at the last step of train.num_steps, at peak * this.", low=0.0, high=1.0),
         "b1": _share("First-moment decay (adamw, lion, and muon's Adam part).", 0.9),
@@ -302,6 +304,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "Several sources by name, each with a weight and what differs from the settings above, as {'web': {'paths': "
             "('web/*.jsonl.zst',), 'weight': 3.0}, 'code': {...}}. Empty: one source, as the settings above have it.",
             entries=_SOURCE | _MIXED,
+            location=True,
         ),
         "on_exhausted": Setting(
             "redistribute",
@@ -309,9 +312,14 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             choices=("redistribute", "refuse"),
         ),
         "epochs": Setting(0, "How often the data are read at most; 0: as long as the run lasts.", low=0),
-        "eval_paths": Setting((), "Held-out files or folders; empty: holdout_fraction of the documents of paths."),
+        "eval_paths": Setting(
+            (), "Held-out files or folders; empty: holdout_fraction of the documents of paths.", location=True
+        ),
         "eval_sources": Setting(
-            {}, "Held-out sets by name, each with its own loss, in place of eval_paths; entries as in sources.", entries=_SOURCE
+            {},
+            "Held-out sets by name, each with its own loss, in place of eval_paths; entries as in sources.",
+            entries=_SOURCE,
+            location=True,
         ),
         "holdout_fraction": _share("Share of documents, chosen by a hash of their text, kept from training.", 0.05),
         "tokenizer": Setting(
@@ -323,7 +331,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "eos_token": Setting("", "Text of the token that ends a document; empty: the tokenizer's own."),
         "add_bos": Setting(False, "Begin each document with BOS. EOS ends each in any case."),
         "special_tokens_in_text": Setting(False, "Text in documents that spells a special token becomes that token."),
-        "chat_template": Setting("", "A file with a Jinja template, in place of the tokenizer's own."),
+        "chat_template": Setting("", "A file with a Jinja template, in place of the tokenizer's own.", location=True),
         "train_turns": Setting("all", "Of conversations: which turns of the assistant are trained.", choices=("all", "last")),
         "on_bad_record": Setting(
             "raise",
@@ -344,18 +352,18 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "seq_len_tokens": Setting(256, "Positions per row.", low=2),
         "global_batch_rows": Setting(32, "Rows of one optimizer step over all devices and microbatches.", low=1),
-        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0),
+        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0, high=2**63 - 1),
         "num_workers": Setting(0, "Loader processes; 0 reads in threads.", low=0),
         "prefetch_batches": Setting(2, "Batches read ahead.", low=1),
         "max_memory_gib": Setting(
             4.0, "Text that is not tokenized yet is tokenized at the start and kept in memory, up to this size.", above=0.0
         ),
-        "cache_dir": Setting("", "Folder for token shards from object storage; empty: a temporary one."),
+        "cache_dir": Setting("", "Folder for token shards from object storage; empty: a temporary one.", location=True),
         "cache_gib": Setting(32.0, "How much of cache_dir shards may fill; those used longest ago go.", above=0.0),
     },
     "train": {
         "num_steps": Setting(300, "Optimizer steps of the whole run.", low=1),
-        "seed": Setting(0, "Initial weights and dropout.", low=0),
+        "seed": Setting(0, "Initial weights and dropout.", low=0, high=2**32 - 1),
         "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
         "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
         "balance_loss": Setting(
@@ -385,7 +393,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "eval": {
         "every_steps": Setting(100, "Steps between evaluations; 0 evaluates at the end only.", low=0),
         "at_start": Setting(False, "Also evaluate the initial weights, before the first step."),
-        "max_batches": Setting(20, "Held-out batches per evaluation, the same each time; 0 is all.", low=0),
+        "max_rows": Setting(640, "Held-out rows per evaluation, the same each time and on every mesh; 0 is all.", low=0),
     },
     "observe": {
         "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
@@ -400,11 +408,17 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "these that can honour every setting.",
             choices=("auto", "cudnn", "blockwise", "reference"),
         ),
-        "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS."),
+        "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS.", location=True),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
         "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
         "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
-        "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none."),
+        "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none.", location=True),
     },
+}
+
+# What once was a setting, and what to do instead. Files saved by earlier versions are read without it.
+RETIRED = {
+    "data.on_bad_text": "set data.on_bad_record to raise or skip; text is never mended in silence",
+    "eval.max_batches": "batches differ in rows by train.accumulation_steps; set eval.max_rows, which counts rows",
 }

@@ -1,4 +1,4 @@
-"""What a run trains and is evaluated on: its sources as packed rows, how they are mixed, held-out sets, counts, fingerprints."""
+"""What a run trains and is evaluated on: sources as packed rows, how they are mixed, held-out sets, counts, fingerprints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import ml_collections
 import numpy as np
 
-from jaxtrain.config import ConfigError
 from jaxtrain.config import data as settings
 from jaxtrain.data import chat, files, folders, permutation
 from jaxtrain.data.documents import BadRecords, Content, Encoder
@@ -82,7 +81,9 @@ def encoder(data: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Encoder:
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template: cannot read {data.chat_template}: {error}") from error
         if not source:
-            raise UserError(f"data.content=chat: {tokenizer.name} has no chat template; set data.chat_template to a file with one")
+            raise UserError(
+                f"data.content=chat: {tokenizer.name} has no chat template; set data.chat_template to a file with one"
+            )
         names = {id: text for text, id in tokenizer.specials.items()}
         bos, eos = names.get(tokenizer.bos_id, ""), names.get(tokenizer.eos_id, "")
         template = chat.Template(source, data.chat_template or tokenizer.name, tokenizer.specials, bos, eos)
@@ -103,10 +104,14 @@ def load_corpus(config: ml_collections.ConfigDict, workdir: pathlib.Path | None 
     tokenizer = get_tokenizer(data)
     bad = BadRecords(data.on_bad_record, workdir / "skipped_records.jsonl" if workdir else None)
     sources, held_out = settings.sources(data), settings.sources(data, eval=True)
-    read = {name: _read(f"data.sources.{name}" if data.sources else "data.paths", own, tokenizer, bad, config)
-            for name, own in sources.items()}
-    held = {name: _read(f"data.eval_sources.{name}" if data.eval_sources else "data.eval_paths", own, tokenizer, bad, config)
-            for name, own in held_out.items()}
+    read = {
+        name: _read(f"data.sources.{name}" if data.sources else "data.paths", own, tokenizer, bad, config)
+        for name, own in sources.items()
+    }
+    held = {
+        name: _read(f"data.eval_sources.{name}" if data.eval_sources else "data.eval_paths", own, tokenizer, bad, config)
+        for name, own in held_out.items()
+    }
     if not held and data.holdout_fraction:
         read, held = _hold_out(read, data.holdout_fraction)
     shared = _count_shared(read, held)
@@ -115,7 +120,11 @@ def load_corpus(config: ml_collections.ConfigDict, workdir: pathlib.Path | None 
     train = {name: Packed(found.store(), data.seq_len_tokens, data.seed, data.packing) for name, found in read.items()}
     evals = {name: Packed(found.store(), data.seq_len_tokens, 0, data.packing) for name, found in held.items()}
     mixture = Mixture(
-        sources, [packed.rows_per_epoch for packed in train.values()], data.global_batch_rows, data.on_exhausted, config.train.num_steps
+        sources,
+        [packed.rows_per_epoch for packed in train.values()],
+        data.global_batch_rows,
+        data.on_exhausted,
+        config.train.num_steps,
     )
     counts = {
         "documents": sum(packed.num_documents for packed in train.values()),
@@ -134,7 +143,9 @@ def load_corpus(config: ml_collections.ConfigDict, workdir: pathlib.Path | None 
     return Corpus(mixture, train, evals, tokenizer, prints, counts, _summary(counts, data, mixture, workdir))
 
 
-def _read(setting: str, data: ml_collections.ConfigDict, tokenizer: Tokenizer, bad: BadRecords, config: Any) -> Documents | Shards:
+def _read(
+    setting: str, data: ml_collections.ConfigDict, tokenizer: Tokenizer, bad: BadRecords, config: Any
+) -> Documents | Shards:
     """One source: in memory, or opened."""
     inputs = find_inputs(data.paths, data.pattern, data.format, setting)
     shards = [input.file.url for input in inputs if input.format == "shards"]
@@ -164,7 +175,9 @@ def _read(setting: str, data: ml_collections.ConfigDict, tokenizer: Tokenizer, b
                     "python -m jaxtrain.tokenize, or allow more"
                 )
     if not lengths:
-        raise UserError(f"{setting}: no text in {', '.join(map(repr, data.paths))}: {bad.empty} empty and {bad.count} bad record(s)")
+        raise UserError(
+            f"{setting}: no text in {', '.join(map(repr, data.paths))}: {bad.empty} empty and {bad.count} bad record(s)"
+        )
     return Documents(
         np.concatenate(ids, dtype=dtype),
         np.cumsum(lengths),
@@ -186,8 +199,8 @@ def _open(setting: str, paths: Sequence[str], data: ml_collections.ConfigDict, t
         own = index.tokenizer
         if own["fingerprint"] != tokenizer.fingerprint:
             raise UserError(
-                f"{setting}: {path} was tokenized with {own['name']} ({own['fingerprint']}), data.tokenizer is {tokenizer.name} "
-                f"({tokenizer.fingerprint}); set data.tokenizer to the one or tokenize again"
+                f"{setting}: {path} was tokenized with {own['name']} ({own['fingerprint']}), data.tokenizer is "
+                f"{tokenizer.name} ({tokenizer.fingerprint}); set data.tokenizer to the one or tokenize again"
             )
         if own["add_bos"] != data.add_bos:
             raise UserError(f"{setting}: {path} was tokenized with add_bos={own['add_bos']}; set data.add_bos to that")
@@ -207,11 +220,21 @@ def _hold_out(read: dict[str, Any], fraction: float) -> tuple[dict[str, Any], di
             f"data.holdout_fraction={fraction:g}: token shards ({', '.join(names)}) are not split; hold out when you tokenize "
             "(jaxtrain.tokenize --holdout), name held-out data in data.eval_paths, or set data.holdout_fraction=0"
         )
-    chosen = dict(zip(read, np.split(split(np.concatenate([f.digests for f in read.values()]), fraction),
-                                     np.cumsum([len(f.digests) for f in read.values()])[:-1]), strict=True))
+    chosen = dict(
+        zip(
+            read,
+            np.split(
+                split(np.concatenate([f.digests for f in read.values()]), fraction),
+                np.cumsum([len(f.digests) for f in read.values()])[:-1],
+            ),
+            strict=True,
+        )
+    )
     held = [found.choose(chosen[name]) for name, found in read.items() if chosen[name].any()]
     if empty := [name for name in read if chosen[name].all()]:
-        raise UserError(f"data.holdout_fraction={fraction:g} leaves nothing to train on of {empty[0]}; lower it, or set data.eval_paths")
+        raise UserError(
+            f"data.holdout_fraction={fraction:g} leaves nothing to train on of {empty[0]}; lower it, or set data.eval_paths"
+        )
     if not held:
         return read, {}
     masked = any(found.trained is not None for found in held)

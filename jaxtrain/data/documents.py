@@ -147,7 +147,9 @@ class Encoder:
         A long text comes as several `Encoded`, of which the last `ends` the document.
         """
         if input.format == "text" and self.content.masked:
-            raise UserError(f"{input.file.name}: data.content={self.content.kind} needs records with fields; this is a text file")
+            raise UserError(
+                f"{input.file.name}: data.content={self.content.kind} needs records with fields; this is a text file"
+            )
         if input.format == "megatron":
             yield from self._ready(input, bad, skip)
             return
@@ -244,7 +246,9 @@ class Encoder:
     def _encode(self, parts: Sequence[tuple[Part, bool]]) -> list[Sequence[int]]:
         """Ids of each part; True: it follows another one of its document."""
         ids: list[Any] = [None] * len(parts)
-        shifted = not self.tokenizer.splits_at_lines  # SentencePiece puts a space before any text: behind \n it is cut off again
+        shifted = (
+            not self.tokenizer.splits_at_lines
+        )  # SentencePiece puts a space before any text: behind \n it is cut off again
         for special in {part.special for part, _ in parts}:
             chosen = [i for i, (part, _) in enumerate(parts) if part.special == special]
             texts = ["\n" * (shifted and parts[i][1]) + parts[i][0].text for i in chosen]

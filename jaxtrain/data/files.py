@@ -187,7 +187,7 @@ def retried(read: Callable[[], _Result], what: str) -> _Result:
                 raise UserError(f"cannot read {what}: {error}") from error
             if attempt == RETRIES:
                 raise UserError(
-                    f"cannot read {what}: {type(error).__name__}: {error}; tried {RETRIES + 1} times; the same command continues"
+                    f"cannot read {what}: {type(error).__name__}: {error}; tried {RETRIES + 1} times; start it again"
                 ) from error
             time.sleep(FIRST_WAIT_S * 2**attempt)
     raise AssertionError
@@ -242,7 +242,7 @@ class _WholeFrames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._rest or self._stream.read(1 << 18)
+            data = self._rest or self._stream.read(1 << 14)  # what comes before damage in it is lost
             self._rest = b""
             if not data:
                 if self._frame:
@@ -282,14 +282,21 @@ def _inside(root: str, pattern: str, setting: str) -> list[File]:
         return [File(printable(root), root)]
     if not stat.S_ISDIR(mode):
         raise UserError(f"{setting}: {printable(os.path.abspath(root))} is {_kind(mode)}, not a file or folder")
-    found = [(relative, path) for relative, path in _walk(root, setting) if fnmatch.fnmatchcase(os.path.basename(path), pattern)]
+    found = [
+        (relative, path) for relative, path in _walk(root, setting) if fnmatch.fnmatchcase(os.path.basename(path), pattern)
+    ]
     if not found:
         raise UserError(f"{setting}: no file in {os.path.abspath(root)} or below matches {pattern!r}")
     return [File(printable(f"{root.rstrip('/')}/{relative}"), path) for relative, path in sorted(found)]
 
 
 def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+    kinds = (
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
     return next((kind for test, kind in kinds if test(mode)), "something else")
 
 

@@ -36,7 +36,12 @@ class Index(NamedTuple):
 
 def write_index(folder: pathlib.Path, tokenizer: Mapping[str, Any], shards: Sequence[Shard], counts: Mapping[str, int]) -> None:
     """Writes index.json, the last file of a folder: with it the folder is whole."""
-    facts = {"jaxtrain_shards": FORMAT, "tokenizer": dict(tokenizer), "counts": dict(counts), "shards": [vars(s) for s in shards]}
+    facts = {
+        "jaxtrain_shards": FORMAT,
+        "tokenizer": dict(tokenizer),
+        "counts": dict(counts),
+        "shards": [vars(s) for s in shards],
+    }
     temporary = folder / f"{INDEX}.tmp"
     temporary.write_text(json.dumps(facts, indent=1) + "\n")
     os.replace(temporary, folder / INDEX)
@@ -121,8 +126,8 @@ class Cache:
             raise UserError(f"data.cache_gib={gib:g} is less than one shard of {largest / 2**30:.2f} GiB; allow at least that")
         if total > self._limit:
             _log.warning(
-                "data.cache_gib=%g holds %.0f%% of %.1f GiB of shards: rows come from all of them, so most are fetched again and "
-                "again; allow more, or copy the shards to a local disk",
+                "data.cache_gib=%g holds %.0f%% of %.1f GiB of shards: rows come from all of them, so most are fetched "
+                "again and again; allow more, or copy the shards to a local disk",
                 gib,
                 100 * self._limit / total,
                 total / 2**30,
@@ -154,7 +159,9 @@ class Cache:
         except FileNotFoundError as error:
             raise UserError(f"the shard {url} is missing; {AGAIN}") from error
         except OSError as error:
-            raise UserError(f"cannot write the shard {url} to data.cache_dir={self._folder}: {error.strerror or error}") from error
+            raise UserError(
+                f"cannot write the shard {url} to data.cache_dir={self._folder}: {error.strerror or error}"
+            ) from error
         except UserError as error:
             raise UserError(str(error).replace(str(part), url)) from error
         finally:

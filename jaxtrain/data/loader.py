@@ -24,6 +24,7 @@ from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.packing import EMPTY, Packed
 from jaxtrain.data.shards import Store, Writer
+from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -91,27 +92,39 @@ def train_batches(config: ml_collections.ConfigDict, corpus: Corpus, rows: np.nd
 
 
 def eval_batches(config: ml_collections.ConfigDict, packed: Packed, rows: np.ndarray) -> Iterator[Batch]:
-    """The rows of a held-out set once, the same each time, at most eval.max_batches batches.
+    """The first eval.max_rows rows of a held-out set once, the same each time.
 
     Args:
       rows: [b] integers: which rows of an evaluation batch this process gets. Such a batch has
         data.global_batch_rows / train.accumulation_steps rows over all processes; every process gets equally many batches.
 
     Yields:
-      Dicts of int32 [b, T]; rows beyond the last are empty: token 0, target -1, segment 0.
+      Dicts of int32 [b, T]; rows beyond the last are empty: token 0, target -1, segment 0. Which rows are evaluated depends
+      neither on the size of a batch nor on the mesh.
     """
     batch_rows = config.data.global_batch_rows // config.train.accumulation_steps
-    rows = _checked(rows, batch_rows)
-    total, most = packed.rows_per_epoch, config.eval.max_batches
-    count = -(-total // batch_rows)
-    return (_eval_batch(packed, k * batch_rows + rows) for k in range(min(count, most) if most else count))
+    rows, total = _checked(rows, batch_rows), _eval_rows(config, packed)
+    return (_eval_batch(packed, start + rows, total) for start in range(0, total, batch_rows))
 
 
-def _eval_batch(packed: Packed, wanted: np.ndarray) -> Batch:
-    batch = packed.rows(np.minimum(wanted, packed.rows_per_epoch - 1))
+def _eval_batch(packed: Packed, wanted: np.ndarray, total: int) -> Batch:
+    batch = packed.rows(np.minimum(wanted, total - 1))
     for key, empty in EMPTY.items():
-        batch[key][wanted >= packed.rows_per_epoch] = empty
+        batch[key][wanted >= total] = empty
     return batch
+
+
+def eval_bytes(config: ml_collections.ConfigDict, packed: Packed, tokenizer: Tokenizer) -> int:
+    """Bytes of text that the targets of an evaluation stand for, over all processes."""
+    total = 0
+    for rows in np.array_split(np.arange(_eval_rows(config, packed)), 1 + packed.num_tokens // 2**20):
+        targets = packed.rows(rows)["targets"]
+        total += tokenizer.count_bytes(targets[targets >= 0])
+    return total
+
+
+def _eval_rows(config: ml_collections.ConfigDict, packed: Packed) -> int:
+    return min(packed.rows_per_epoch, config.eval.max_rows or packed.rows_per_epoch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +187,9 @@ def _folder_for_workers() -> tempfile.TemporaryDirectory:
     try:
         return tempfile.TemporaryDirectory(prefix="jaxtrain-")
     except OSError as error:
-        raise UserError(f"cannot make a folder for the loader processes: {error}; point TMPDIR to a folder with room") from error
+        raise UserError(
+            f"cannot make a folder for the loader processes: {error}; point TMPDIR to a folder with room"
+        ) from error
 
 
 def _start_worker(index: int, count: int) -> None:

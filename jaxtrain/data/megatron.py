@@ -1,8 +1,8 @@
 """Megatron-LM's indexed datasets, read only: ids in NAME.bin, lengths and places of documents in NAME.idx.
 
-The index (megatron/core/datasets/indexed_dataset.py): 9 bytes "MMIDIDX\\0\\0", version 1 as uint64, a code of the ids' type, the
-numbers of sequences and of document boundaries as uint64, then lengths (int32) and byte offsets (int64) of sequences, and the
-sequence at which each document begins (int64).
+The index (megatron/core/datasets/indexed_dataset.py): 9 bytes "MMIDIDX" and two zeros, version 1 as uint64, a code of the
+ids' type, the numbers of sequences and of document boundaries as uint64, then lengths (int32) and byte offsets (int64) of
+sequences, and the sequence at which each document begins (int64).
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Mixture:
                     break
                 if first < end and on_exhausted == "refuse":
                     raise UserError(
-                        f"data.sources.{self.names[ends[first]]}: is used up at step {first // batch_rows + 1} of {num_steps}; raise "
-                        "its epochs, lower its weight, or set data.on_exhausted='redistribute'"
+                        f"data.sources.{self.names[ends[first]]}: is used up at step {first // batch_rows + 1} of {num_steps}; "
+                        "raise its epochs, lower its weight, or set data.on_exhausted='redistribute'"
                     )
                 used, start = self._used(first), first
                 gone[ends[first]] = True

@@ -1,14 +1,14 @@
 """Documents packed into rows of equal length: exact, by random access, and the same whoever asks.
 
-Three ways (data.packing). `concat` lays the documents of an epoch end to end and cuts this stream into rows of T tokens; only the
-last row is padded, and a document that does not fit into what is left of a row goes on in another. `best_fit` cuts only documents
-longer than T, and puts every other one, longest first, into the fullest row that has room (Ding et al. 2024, "Fewer truncations
-improve language modeling"). `pad` gives each document rows of its own. No way loses a token.
+Three ways (data.packing). `concat` lays the documents of an epoch end to end and cuts this stream into rows of T tokens; only
+the last row is padded, and a document that does not fit into what is left of a row goes on in another. `best_fit` cuts only
+documents longer than T, and puts every other one, longest first, into the fullest row that has room (Ding et al. 2024, "Fewer
+truncations improve language modeling"). `pad` gives each document rows of its own. No way loses a token.
 
-With up to `permutation.TABLE_SIZE` documents and rows, `concat` shuffles the documents of each epoch anew. With more, they stay in
-the order in which they lie, the stream is cut at another place in each epoch, and only rows are shuffled. Row g of the run is row
-g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on the mesh, the hosts, the workers, or
-on which rows were read before. It is found in time that depends on its own documents alone.
+With up to `permutation.TABLE_SIZE` documents and rows, `concat` shuffles the documents of each epoch anew. With more, they stay
+in the order in which they lie, the stream is cut at another place in each epoch, and only rows are shuffled. Row g of the run
+is row g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on the mesh, the hosts, the workers,
+or on which rows were read before. It is found in time that depends on its own documents alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Packed:
         return self.rows_per_epoch * self.seq_len - self.num_tokens
 
     def cut_documents(self) -> int:
-        """Documents that lie in several rows; with `concat` those of epoch 0, and at most so many where they are not shuffled."""
+        """Documents that lie in several rows; with `concat` in epoch 0, and at most so many where they are not shuffled."""
         if self.plan:
             return int(np.sum(np.diff(self.store.ends(), prepend=0) > self.seq_len))
         if not self.shuffles_documents:

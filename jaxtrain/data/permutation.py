@@ -1,8 +1,8 @@
 """Pseudo-random orders that any process finds by itself: of seed and epoch alone, random access, no array where there are many.
 
 Up to `TABLE_SIZE` things are put in the order of raw bits of numpy's PCG64 (stable over numpy releases, unlike
-Generator.permutation). More are mapped one by one by a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains"): eight rounds on the smallest even number of bits that holds the size, whose round function is
+Generator.permutation). More are mapped one by one by a Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers
+with arbitrary finite domains"): eight rounds on the smallest even number of bits that holds the size, whose round function is
 splitmix64's finalizer; a number beyond the size is mapped again until it lies below. Changing either breaks the resumption of
 runs that began with an earlier version: tests pin both.
 """

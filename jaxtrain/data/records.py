@@ -75,7 +75,9 @@ def _inputs(path: str, pattern: str, format: str, setting: str) -> list[Input]:
     if format == "auto" and not path.startswith(files.PYTHON_STDLIB):
         if (state := _json_beside(f"{base}/state.json")) and "_data_files" in state:
             if state.get("_indices_data_files"):
-                raise UserError(f"{setting}: {path} has an index of rows beside its data: save it again after flatten_indices()")
+                raise UserError(
+                    f"{setting}: {path} has an index of rows beside its data: save it again after flatten_indices()"
+                )
             return [Input(File(url, url), "arrow") for url in (f"{base}/{part['filename']}" for part in state["_data_files"])]
         if splits := (_json_beside(f"{base}/dataset_dict.json") or {}).get("splits"):
             raise UserError(f"{setting}: {path} holds the splits {', '.join(splits)}: name one, as {base}/{splits[0]}")
@@ -138,7 +140,7 @@ def _text(file: File, columns: Sequence[str]) -> Iterator[Record]:
         if len(start) <= MAX_RECORD_BYTES:
             yield Record("", start.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
             return
-        for piece in _pieces(file):  # a bad byte at the end must be known before the beginning is used
+        for _ in _pieces(file):  # a bad byte at the end must be known before the beginning is used
             pass
     except UnicodeDecodeError as error:
         offset = error.start + (len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
@@ -292,17 +294,17 @@ def _array_record(file: File, columns: Sequence[str]) -> Iterator[Record]:
     try:
         reader = module.ArrayRecordReader(file.url)
         count = reader.num_records()
+        if not reader.ok():
+            raise ValueError("it is cut off, or its last bytes are damaged")
     except Exception as error:  # bindings raise RuntimeError and ValueError
         yield Record("", None, f"is no ArrayRecord file that can be read: {_first_line(error)}")
         return
     for start in range(0, count, 256):
         stop = min(start + 256, count)
-        try:
-            values = reader.read(start, stop)
-        except Exception as error:
-            yield Record(f"records {start}..{stop - 1}", None, f"cannot be read: {_first_line(error)}", stop - start)
-            continue
-        for i, value in enumerate(values, start):
+        for i, value in enumerate(_read_some(reader, start, stop), start):
+            if isinstance(value, Exception):
+                yield Record(f"record {i}", None, f"cannot be read: {_first_line(value)}")
+                continue
             try:
                 text = value.decode("utf-8")
                 yield Record(f"record {i}", json.loads(text) if columns else text)
@@ -310,6 +312,14 @@ def _array_record(file: File, columns: Sequence[str]) -> Iterator[Record]:
                 yield Record(f"record {i}", None, f"byte {error.start} is not valid UTF-8")
             except (ValueError, RecursionError) as error:
                 yield Record(f"record {i}", None, f"is no JSON: {error}; with data.text_field='' a record is the text itself")
+
+
+def _read_some(reader: Any, start: int, stop: int) -> list[Any]:
+    """ArrayRecords start..stop-1, in place of those that cannot be read the error."""
+    try:
+        return reader.read(start, stop)
+    except Exception as error:
+        return [error] if stop - start == 1 else [_read_some(reader, i, i + 1)[0] for i in range(start, stop)]
 
 
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, files.Damaged)

@@ -239,7 +239,7 @@ class Store:
             return self._mapped[number]
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Positions start..stop-1: ids, ends e of documents with start < e <= stop, and which tokens are trained (None: all)."""
+        """Positions start..stop-1: ids, ends e of documents with start < e <= stop, and which are trained (None: all)."""
         first = int(np.searchsorted(self.token_starts, start, side="right")) - 1
         ids, ends, masks = [], [], []
         while start < stop:

@@ -22,6 +22,9 @@ import numpy as np
 from jaxtrain.data import files
 from jaxtrain.errors import UserError
 
+_Facts = Mapping[str, Any]
+_PROBE = ("def f(x):\n", "    y\n\n", " Ünd so. \nweiter")
+
 
 class Tokenizer(Protocol):
     """What packing and sampling need of a tokenizer."""
@@ -40,6 +43,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids."""
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of text that ids stand for, none for BOS and EOS."""
 
 
 class ByteTokenizer:
@@ -61,22 +67,31 @@ class ByteTokenizer:
         """Text of ids; BOS and EOS are dropped, broken byte sequences become U+FFFD."""
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of text that ids stand for: one each, none for BOS and EOS."""
+        return int(np.count_nonzero(ids < 256))
+
 
 class _Loaded:
     """What tokenizers from files have in common."""
 
-    def __init__(self, name: str, content: bytes, facts: Mapping[str, Any], specials: Mapping[str, int], chosen: tuple[str, str]):
+    def __init__(self, name: str, content: bytes, facts: _Facts, specials: Mapping[str, int], chosen: tuple[str, str]):
         """facts: bos_token, eos_token, chat_template; chosen: data.bos_token and data.eos_token, which precede them."""
         self.name, self.specials, self.chat_template = name, specials, facts.get("chat_template") or ""
-        self.bos_id, self.eos_id = (
-            self._id_of(text or facts.get(key), f"data.{key}") for text, key in zip(chosen, ("bos_token", "eos_token"), strict=True)
-        )
+        bos, eos = chosen
+        self.bos_id = self._id_of(bos or facts.get("bos_token"), "data.bos_token")
+        self.eos_id = self._id_of(eos or facts.get("eos_token"), "data.eos_token")
         if self.eos_id is None:
             some = ", ".join(list(specials)[:8]) or "none"
             raise UserError(f"{name} does not say which token ends a document: set data.eos_token; its special tokens: {some}")
         self.fingerprint = hashlib.sha256(content + f"{self.bos_id} {self.eos_id}".encode()).hexdigest()[:16]
-        whole, *pieces = self.encode_batch(["def f(x):\n    y\n\n Ünd so. \nweiter", "def f(x):\n", "    y\n\n", " Ünd so. \nweiter"])
+        whole, *pieces = self.encode_batch(["".join(_PROBE), *_PROBE])
         self.splits_at_lines = list(whole) == [i for piece in pieces for i in piece]
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of text that ids stand for, none for special tokens; at most a few more where a character is cut."""
+        ids = ids[~np.isin(ids, list(self.specials.values()))]
+        return sum(len(self.decode(part).encode()) for part in np.array_split(ids, 1 + len(ids) // 2**16))
 
     def _id_of(self, token: Any, setting: str) -> int | None:
         token = token["content"] if isinstance(token, dict) else token
@@ -91,7 +106,7 @@ class _Loaded:
 class JsonTokenizer(_Loaded):
     """A tokenizer.json of the library `tokenizers`; the files beside it name BOS, EOS and the chat template."""
 
-    def __init__(self, name: str, content: bytes, facts: Mapping[str, Any], chosen: tuple[str, str]):
+    def __init__(self, name: str, content: bytes, facts: _Facts, chosen: tuple[str, str]):
         library = files.require("tokenizers", f"the tokenizer {name}")
         try:
             self._plain, self._special = (library.Tokenizer.from_buffer(content) for _ in range(2))
@@ -122,7 +137,7 @@ class JsonTokenizer(_Loaded):
 class SentencePieceTokenizer(_Loaded):
     """A SentencePiece .model."""
 
-    def __init__(self, name: str, content: bytes, facts: Mapping[str, Any], chosen: tuple[str, str]):
+    def __init__(self, name: str, content: bytes, facts: _Facts, chosen: tuple[str, str]):
         library = files.require("sentencepiece", f"the tokenizer {name}")
         self._model = library.SentencePieceProcessor()
         try:
@@ -181,7 +196,7 @@ TIKTOKEN = {
 class TiktokenTokenizer(_Loaded):
     """A tiktoken file: lines of base64 and rank. Pattern and special tokens go by its name, or stand in NAME.json beside it."""
 
-    def __init__(self, name: str, content: bytes, facts: Mapping[str, Any], chosen: tuple[str, str]):
+    def __init__(self, name: str, content: bytes, facts: _Facts, chosen: tuple[str, str]):
         library = files.require("tiktoken", f"the tokenizer {name}")
         stem = os.path.basename(name).partition(".")[0]
         facts = dict(TIKTOKEN.get(stem, {})) | dict(facts)
