@@ -223,13 +223,13 @@ class _Books:
         return self.made(nodes[node.operands[source.parameter]], into_loops=True) if source.opcode == "parameter" else source
 
     def named(self, node: Node) -> Node:
-        """The instruction itself, or what XLA's own copy, which has no name, is a copy of."""
-        return node if node.op_name else self.made(node)
+        """The instruction itself, or what XLA's own copy, which has no name or that of the whole step, is a copy of."""
+        return node if _says(node) else self.made(node, out_of_loops=True)
 
-    def made(self, node: Node, into_loops: bool = False) -> Node:
+    def made(self, node: Node, into_loops: bool = False, out_of_loops: bool = False) -> Node:
         """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last.
 
-        into_loops: of what a loop fills part by part, where a part was computed.
+        into_loops: of what a loop fills part by part, where a part was computed; out_of_loops: of what a loop begins with.
         """
         nodes, assignment = self.assignment.nodes, self.assignment
         part = 0  # of a tuple
@@ -239,12 +239,14 @@ class _Books:
                 node, part = nodes[node.operands[0]], node.index
             elif node.opcode == "tuple":
                 node = nodes[node.operands[part]]
-            elif node.opcode in _RESHAPED or node.opcode.endswith("-done"):
+            elif node.opcode in _RESHAPED or node.opcode.endswith("-done") or _is_copy(node):
                 node = nodes[node.operands[0]]
             elif node.opcode == "async-start":
                 node = nodes[assignment.roots[node.called[0]]]
             elif node.opcode == "parameter" and caller and caller.opcode == "async-start":
                 node = nodes[caller.operands[node.parameter]]
+            elif node.opcode == "parameter" and caller and caller.opcode == "while" and out_of_loops:
+                node = nodes[caller.operands[0]]
             elif node.opcode == "while" and into_loops:
                 root = next(r for c in node.called if (r := nodes[assignment.roots[c]]).opcode == "tuple")
                 return self.written(nodes[root.operands[part]]) or node
@@ -361,6 +363,15 @@ _PACKAGE = "jaxtrain"
 def _kind(node: Node) -> str:
     found = _COLLECTIVES.search(node.opcode)
     return found[0] if found else ""
+
+
+def _says(node: Node) -> bool:
+    """Whether an operation's name says more than that it is of the step."""
+    return any(scope not in ("", "shard_map") for scope in scopes(node.op_name))
+
+
+def _is_copy(node: Node) -> bool:
+    return node.opcode == "fusion" and len(node.operands) == 1 and not _says(node)
 
 
 def activation_name(node: Node) -> str:
