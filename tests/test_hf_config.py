@@ -190,7 +190,7 @@ def test_what_cannot_be_honoured_is_refused_by_name():
     assert "partial_rotary_factor: 0.5" in problems(LLAMA, partial_rotary_factor=0.5)
     assert "hidden_act: 'relu2' cannot be honoured" in problems(LLAMA, hidden_act="relu2")
     assert "quantization_config: quantized weights (gptq)" in problems(LLAMA, quantization_config={"quant_method": "gptq"})
-    assert "rope_theta is 10000.0 here and 500000.0 in another key" in problems(LLAMA, rope_parameters={"rope_theta": 1e4})
+    assert "rope_theta is 500000.0 here and 10000.0 in another" in problems(LLAMA, rope_parameters={"rope_theta": 1e4})
     assert "llama3: low_freq_factor is missing" in problems(LLAMA, rope_scaling={"rope_type": "llama3", "factor": 8.0})
     assert "llama3: unknown key 'beta'" in problems(LLAMA, rope_scaling=LLAMA["rope_scaling"] | {"beta": 1})
     assert "rope_interleave: False cannot" in problems(PUBLISHED["deepseek_v3"], rope_interleave=False)

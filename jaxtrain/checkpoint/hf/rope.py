@@ -34,7 +34,7 @@ def read_rope(config: dict, default_theta: float) -> tuple[dict[str, Any], list[
     for key, values in spellings.items():
         for name, value in values.items():
             if name in found and found[name] != value:
-                problems.append(f"{key}: {name} is {value!r} here and {found[name]!r} in another key; they must agree")
+                problems.append(f"{key}: {name} is {value!r} here and {found[name]!r} in another spelling; they must agree")
             found.setdefault(name, value)
     kind, theta = found.pop("rope_type", "default"), found.pop("rope_theta", default_theta)
     if (share := found.pop("partial_rotary_factor", 1.0)) != 1:
