@@ -56,15 +56,15 @@ def measure(config, steps: int) -> dict[str, Any]:
     """Runs 1 + `steps` steps of the config; returns figures by name, units as suffixes, ready for JSON."""
     import jax
 
-    from jaxtrain import runtime
     from jaxtrain.hardware import flops
     from jaxtrain.hardware import gpus as hardware
     from jaxtrain.parallel import mesh
+    from jaxtrain.runtime import machine, startup
     from jaxtrain.train.loop import peak_memory_bytes
     from jaxtrain.train.optimizer import learning_rate
     from jaxtrain.train.program import build_program
 
-    runtime.initialize(config)
+    startup.initialize(config)
     program = build_program(config, mesh.build(config))
     started = time.monotonic()
     lowered = program.train_step.lower(*program.abstract_step_arguments())
@@ -112,8 +112,8 @@ def measure(config, steps: int) -> dict[str, Any]:
         "loss_last": losses[-1],
         "compute_dtype": config.precision.compute_dtype,
         "mesh": dict(program.layout.mesh.shape),
-        "devices": runtime.devices_summary(),
-        "versions": runtime.versions(),
+        "devices": machine.devices_summary(),
+        "versions": machine.versions(),
     }
 
 

@@ -29,13 +29,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import config as configs
-from jaxtrain import runtime
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import saved_steps
 from jaxtrain.command_line import command
 from jaxtrain.main import main
 from jaxtrain.observe import progress
 from jaxtrain.observe.metrics import read_rows
+from jaxtrain.runtime import startup
 from jaxtrain.train import loop
 from jaxtrain.train.optimizer import learning_rate
 
@@ -453,7 +453,7 @@ def test_workdir_that_cannot_be_written(place, tmp_path):
 
 def test_workdir_in_use(place, tmp_path):
     """Refused before devices start, and the first run's lock stays."""
-    with WorkdirLock(tmp_path / "run") as lock, mock.patch.object(runtime, "initialize", side_effect=AssertionError):
+    with WorkdirLock(tmp_path / "run") as lock, mock.patch.object(startup, "initialize", side_effect=AssertionError):
         run = train(place, tmp_path / "run")
         assert run.code == 1
         assert f"error: --workdir={tmp_path}/run: another run (process {os.getpid()} on " in run.log

@@ -20,7 +20,6 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
-from jaxtrain import runtime
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
@@ -34,6 +33,7 @@ from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
+from jaxtrain.runtime import machine, startup
 from jaxtrain.train.evaluation import evaluate
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
@@ -51,8 +51,8 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
-    with WorkdirLock(workdir, runtime.find_processes(config.runtime).index == 0) as lock:
-        runtime.initialize(config)
+    with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+        startup.initialize(config)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
         return _train(config, workdir, lock, started)
@@ -226,8 +226,8 @@ class _Session:
             "parameters": sum(flops.parameter_count(self.config.model).values()),
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
-            "devices": runtime.devices_summary(),
-            "versions": runtime.versions(),
+            "devices": machine.devices_summary(),
+            "versions": machine.versions(),
         }
 
     def _of_experts(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     count = sum(flops.parameter_count(config.model).values())
-    log.info("Machine: %s", runtime.devices_summary())
+    log.info("Machine: %s", machine.devices_summary())
     active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
     log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))

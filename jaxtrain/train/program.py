@@ -14,7 +14,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain import runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.hardware import dtypes as precision
@@ -27,6 +26,7 @@ from jaxtrain.model.moe import balance
 from jaxtrain.parallel import overlap
 from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
 from jaxtrain.remat import policy as memory
+from jaxtrain.runtime import compat
 from jaxtrain.train import optimizer as optimizers
 from jaxtrain.train.device import device_functions
 from jaxtrain.train.state import TrainState
@@ -206,7 +206,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         batch_shape=(count, rows // count, length),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
-        init=jax.jit(init, out_shardings=state_shardings, compiler_options=runtime.run_once_options(platform)),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=compat.run_once_options(platform)),
         train_step=jax.jit(
             train_step,
             out_shardings=(state_shardings, whole),
