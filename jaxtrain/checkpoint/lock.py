@@ -1,10 +1,11 @@
 """The lock of a workdir: one run at a time writes there.
 
-WORKDIR/run.lock names the holder, process 0 of a run: host, process, start. It is created exclusively, its modification time is
-set anew every BEAT_S seconds, and it goes when the run ends, unless that is killed. A lock that was left behind is taken over: on the holder's own machine as soon as no process has the holder's id and start time, elsewhere when the time stamp has
-stood still for DEAD_AFTER_S seconds, both read from the file server's clock. Nothing else is asked of the file system, so it
-works on network file systems as far as exclusive creation (NFS from version 3, Lustre, GPFS) and time stamps hold there. A holder
-that was silent for so long and wakes up finds out before its next save. No jax here: a second run is refused before devices start.
+WORKDIR/run.lock names the holder, process 0 of a run: host, process, start. It is created exclusively, its time stamp is set
+anew every BEAT_S seconds, and it goes when the run ends, unless that is killed. A lock that was left behind is taken over: on
+the holder's own machine as soon as no process has the holder's id and start time; elsewhere when the time stamp has stood still
+for DEAD_AFTER_S seconds of the file server's clock. Nothing else is asked of the file system, so it works on network file
+systems as far as exclusive creation (NFS from version 3, Lustre, GPFS) and time stamps hold there. A holder that was silent for
+so long and wakes up finds out before its next save. No jax here: a second run is refused before devices start.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class WorkdirLock:
             alive = silent_s < DEAD_AFTER_S and self._waits_for_life(holder, stamp, DEAD_AFTER_S - silent_s)
         if alive:
             raise UserError(
-                f"--workdir={self._workdir}: {_words(holder)} trains in this folder (its last sign of life was {silent_s:.0f} s "
-                "ago). Two runs in one folder would destroy each other's checkpoints: stop that one, or choose another --workdir"
+                f"--workdir={self._workdir}: {_words(holder)} trains in this folder (last sign of life {silent_s:.0f} s ago). "
+                "Two runs in one folder would destroy each other's checkpoints: stop that one, or choose another --workdir"
             )
         with self._alone(self._draft.stat().st_mtime) as alone:
             if not alone or _read(self._path) != (holder, stamp):
