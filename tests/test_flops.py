@@ -101,7 +101,7 @@ def test_known_gpus(kind, name, bf16, fp8):
     gpu = hardware.find(kind)
     assert (gpu.name, gpu.bf16_flops, gpu.fp8_flops) == (name, bf16, fp8)
     assert hardware.peak_flops(kind) == bf16
-    assert hardware.peak_flops(kind, "float8") == fp8
+    assert hardware.peak_flops(kind, "fp8") == fp8
     assert hardware.peak_flops(kind, "float32") is None
 
 

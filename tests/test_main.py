@@ -54,7 +54,7 @@ def get_config(arg=None):
     c.data.update(paths=(CORPUS,), seq_len_tokens=16, global_batch_rows=16, holdout_fraction=0.2)
     c.train.update(num_steps=20, accumulation_steps=2, log_every_steps=1)
     c.checkpoint.save_every_steps = 5
-    c.eval.update(every_steps=10, max_batches=2)
+    c.eval.update(every_steps=10, max_rows=16)
     c.runtime.platform = "cpu"
     return c
 """

@@ -88,7 +88,13 @@ class Plan:
     def mfu(self) -> float | None:
         if not self.timeline:
             return None
-        return self.model_flops / (self.timeline.step_s * self.topology.size * self.gpu.bf16_flops)
+        fp8 = self.mfu_of and self.gpu.fp8_flops
+        return self.model_flops / (self.timeline.step_s * self.topology.size * (fp8 or self.gpu.bf16_flops))
+
+    @property
+    def mfu_of(self) -> str:
+        """What a table adds to "MFU": of which peak, where that is not bfloat16's."""
+        return " of the fp8 peak" if self.settings["precision.products"] == "fp8" else ""
 
     @property
     def recomputed_flops(self) -> float | None:
@@ -180,6 +186,7 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
             "data.seq_len_tokens": config.data.seq_len_tokens,
             **{f"overlap.{key}": value for key, value in config.overlap.items()},
             "precision.compute_dtype": config.precision.compute_dtype,
+            "precision.products": config.precision.products,
             "precision.reduce_dtype": config.precision.reduce_dtype,
         },
         "schedule": pipeline_schedule.of(config, layout.size("pipeline")),

@@ -6,6 +6,7 @@ import os
 from typing import NamedTuple
 
 from jaxtrain.config import ConfigError
+from jaxtrain.config.values import address_problem
 
 
 class Processes(NamedTuple):
@@ -56,8 +57,8 @@ def find_processes(settings, environment=os.environ) -> Processes:
         problems.append("JAX_NUM_PROCESSES=0: must be at least 1")
     if count and index is not None and index >= count:
         problems.append(f"runtime.process_id={index}: must be less than runtime.num_processes={count} (ids start at 0)")
-    if coordinator and not coordinator.rpartition(":")[2].isdecimal():
-        problems.append(f"runtime.coordinator_address={coordinator}: has no port; write {coordinator.rstrip(':')}:12345")
+    if coordinator and (reason := address_problem(coordinator)):
+        problems.append(f"runtime.coordinator_address={coordinator}: {reason}")
     if problems:
         raise ConfigError(problems)
     return Processes(coordinator, count or 1, index or 0)

@@ -8,6 +8,7 @@ read after step k + 1 has been launched, so the devices never wait for the host.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 import pathlib
@@ -23,7 +24,7 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
-from jaxtrain.data.loader import Corpus, eval_batches, load_corpus, train_batches
+from jaxtrain.data.loader import Corpus, eval_batches, eval_bytes, load_corpus, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
@@ -34,7 +35,7 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import machine, startup
-from jaxtrain.train.evaluation import evaluate
+from jaxtrain.train.evaluation import describe, evaluate
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 from jaxtrain.train.state import TrainState
@@ -109,10 +110,17 @@ class _Session:
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
         self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
-        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
+        fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
+        self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
+        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
+
+    @functools.cached_property
+    def eval_bytes(self) -> int:
+        """Bytes of text behind the held-out targets, counted at the first evaluation."""
+        return eval_bytes(self.config, self.corpus)
 
     def train(self, state: TrainState) -> TrainState:
         """All steps that are left; evaluates and saves when due and at the end."""
@@ -123,9 +131,13 @@ class _Session:
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        observe = config.observe
         bar = Progress(
-            num_steps, self.start, config.train.log_every_steps, bar=observe.progress_bar, enabled=jax.process_index() == 0
+            num_steps,
+            self.start,
+            config.train.log_every_steps,
+            bar=config.observe.progress_bar,
+            enabled=jax.process_index() == 0,
+            peak_of="fp8" if self.product_dtype == "fp8" else "",
         )
         try:
             with bar:
@@ -200,9 +212,9 @@ class _Session:
         if self.corpus.eval is None:
             return
         batches = eval_batches(self.config, self.corpus, self.program.eval_rows())
-        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches)
+        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes)
         if self.last_eval:
-            log.info("Step %d: held-out loss %.4f nats per token", step, self.last_eval["eval_loss"])
+            log.info("Step %d: %s", step, describe(self.last_eval))
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
 
@@ -218,8 +230,12 @@ class _Session:
             "started_from_step": self.start,
             "final_loss": self.last_metrics.get("loss"),
             "final_eval_loss": self.last_eval.get("eval_loss"),
+            "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
+            "final_eval_bits_per_byte": self.last_eval.get("eval_bits_per_byte"),
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
+            "mfu_peak_dtype": self.product_dtype,
+            "mfu_peak_flops": self.peak_flops,
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
