@@ -269,7 +269,7 @@ def test_override(tmp_path, text, value):
         ("train.seed=4294967296", "train.seed: must be at most 4294967295, got 4294967296"),
         ("train.num_steps=\u0665", "--config.train.num_steps: expected int, got '\u0665'"),
         ("train.num_steps=" + "9" * 5000, "--config.train.num_steps: expected int, got '99999"),
-        ("data.paths='a,b", "--config.data.paths: expected tuple, got \"'a,b\"; write a,b and put an element that contains a "),
+        ("data.paths='a,b", '--config.data.paths: expected tuple, got "\'a,b"; write a,b and put an element that contains a '),
         ("data.paths=a,''", "data.paths: an element is empty: ('a', '')"),
         ("data.paths=a\0b", "data.paths: contains a NUL character: ('a\\x00b',)"),
         ("runtime.compile_cache_dir=\0", "runtime.compile_cache_dir: contains a NUL character: '\\x00'"),

@@ -365,5 +365,3 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         nearest = nearest_multiples(keep, every)
         found.append(f"checkpoint.keep_every_steps: {keep} is not a multiple of save_every_steps={every}; nearest: {nearest}")
     return found
-
-
