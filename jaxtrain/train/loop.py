@@ -21,6 +21,7 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
 from jaxtrain.data.loader import Corpus, eval_batches, eval_bytes, load_corpus, train_batches
@@ -51,10 +52,15 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
-    startup.initialize(config)
-    setup_logging(jax.process_index())
-    require_valid(config, jax.device_count())
-    _prepare(workdir)
+    with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+        startup.initialize(config)
+        setup_logging(jax.process_index())
+        require_valid(config, jax.device_count())
+        return _train(config, workdir, lock, started)
+
+
+def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
+    """`run` from where devices are there on, in a workdir that is this run's alone."""
     corpus = load_corpus(config)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
@@ -77,7 +83,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         if first_process:
             configs.save(resolved, workdir / "config.json")
         with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
-            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start)
+            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start, lock)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -97,9 +103,10 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int):
+    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int, lock):
         self.config, self.program, self.corpus = config, program, corpus
         self.checkpointer, self.writer, self.step_compiled, self.start = checkpointer, writer, step_compiled, start
+        self.lock = lock
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
         self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
@@ -152,6 +159,7 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     if save_now:
+                        self.lock.require_held()
                         self.checkpointer.save(step, state, self.facts)
         finally:
             batches.close()
@@ -254,17 +262,6 @@ def peak_memory_bytes() -> tuple[int, str]:
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"]), "device"
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process 0, resident"
-
-
-def _prepare(workdir: pathlib.Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            probe = workdir / ".writable.tmp"
-            probe.write_text("")
-            probe.unlink()
-    except OSError as error:
-        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror or error}); choose another folder") from error
 
 
 def _announce(config, program: Program, corpus: Corpus) -> None:
