@@ -270,13 +270,7 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
     log.info("Machine: %s", machine.devices_summary())
     count = f"{program.inventory.count:,}"
     active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
-    log.info(
-        "Model: %s parameters%s, mesh %s, ZeRO stage %d",
-        f"{program.inventory.count:,}",
-        active,
-        shown,
-        config.sharding.zero_stage,
-    )
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 
