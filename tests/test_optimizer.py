@@ -17,7 +17,7 @@ def rates(**settings):
 
 
 def test_cosine():
-    """C25: warm-up 10 of 100: step 0 moves (peak/10), the peak is reached, and the last step has the final value."""
+    """C25: warm-up 10 of 100: step 1 moves (peak/10), the peak is reached, and the last step has the final value."""
     r = rates(schedule="cosine", warmup_steps=10, final_fraction=0.1)
     np.testing.assert_allclose(r[:10], np.arange(1, 11) / 10)
     assert r[10] == 1.0 and r[100] == r[99]

@@ -16,7 +16,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 # of a config knows the limits of every room, the loop drives all of them.
 FLOORS = {
     0: "errors config hardware parallel.axes parallel.head_layout parallel.context_layout remat.activations pipeline.schedule "
-    "model.attention.limits config.validate parity.shrink",
+    "model.attention.limits config.validate parity.shrink checkpoint.hf.config_json checkpoint.hf.family "
+    "checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows",
     1: "runtime parallel remat",
     2: "model",
     3: "pipeline data checkpoint",
@@ -170,7 +171,7 @@ def test_files_are_short():
     assert not long, f"over {MAX_LINES} lines: split them"
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "config.validate", "command_line", "main"])
+@pytest.mark.parametrize("module", ["config", "errors", "config.validate", "command_line", "main", "checkpoint.hf.config_json"])
 def test_refusing_a_config_does_not_load_jax(module):
     code = f"import sys, jaxtrain.{module}; print([name for name in {HEAVY} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

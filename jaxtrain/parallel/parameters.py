@@ -247,6 +247,24 @@ def _pad(x, dim, size):
     return jnp.pad(x, [(0, size - x.shape[i] if i == dim else 0) for i in range(x.ndim)])
 
 
+class Unread:
+    """In the place of a weight that a part of a block does not claim: use of it raises ValueError with its name."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @property
+    def value(self) -> jax.Array:
+        raise ValueError(f"a part of a block reads {self._name} without naming it among what it reads (`Part.reads`)")
+
+    __jax_array__ = value
+
+
+def unread_weights(variables: nnx.State) -> dict:
+    """Nested dict like the weights', of an `Unread` each."""
+    return nnx.to_pure_dict(nnx.map_state(lambda path, _: Unread(".".join(path)), variables))
+
+
 def own_heads_of(x: jax.Array, dim: int, layout: Layout) -> jax.Array:
     """This device's query heads of an array that has all of them, unpadded, along `dim` (dropout factors)."""
     return Place(layout, (), x.dtype, False)._pick_heads(x, dim, "heads")

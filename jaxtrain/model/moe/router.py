@@ -53,7 +53,7 @@ class Router(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         shape, dims = (model.embed_dim, model.num_experts), ("embed", "routes")
         self.kernel = weight(rngs, shape, dims, model.init_stddev, layout.sequence_parallel, dtype="float32")
-        self.bias = vector((model.num_experts,), ("routes",), 0.0) if model.router_bias else None
+        self.bias = vector((model.num_experts,), ("routes",), 0.0, counted=False) if model.router_bias else None
         self.model, self.layout = model, layout
 
     def __call__(self, x: jax.Array, segments: jax.Array, index: jax.Array, row_length: int) -> tuple[Routes, Routing]:
