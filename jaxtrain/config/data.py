@@ -79,8 +79,8 @@ def problems(data: ml_collections.ConfigDict) -> list[str]:
             wrong.append(f"data.sources{name}: from step {step}: {error.args[0]}; nearest: {sum(shares) / CYCLE_ROWS:g} or 0")
     names = [name for entries in (data.sources, data.eval_sources) for name in entries]
     wrong += [f"data.sources.{name}: a name has letters, digits, _ and - only" for name in names if not _is_name(name)]
-    if data.sources and data.epochs:
-        wrong.append("data.epochs: with data.sources each has its own: set data.sources.NAME.epochs")
+    if data.sources and data.max_epochs:
+        wrong.append("data.max_epochs: with data.sources each has its own: set data.sources.NAME.max_epochs")
     if data.eval_sources and data.eval_paths:
         wrong.append("data.eval_paths: data.eval_sources takes its place; give one of them")
     return wrong

@@ -59,7 +59,7 @@ _SOURCE = {
 _MIXED = {
     "weight": Setting(1.0, "Share of rows, relative to the other sources.", low=0.0),
     "weight_changes": Setting((), "STEP:WEIGHT, as ('10000:0.5', '20000:0'): from that step on another weight."),
-    "epochs": Setting(0, "How often the source is read at most; 0: as long as the run lasts.", low=0),
+    "max_epochs": Setting(0, "How often the source is read at most; 0: as long as the run lasts.", low=0),
 }
 
 SETTINGS: dict[str, dict[str, Setting]] = {
@@ -308,10 +308,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "on_exhausted": Setting(
             "redistribute",
-            "When a source has been read `epochs` times: the others share its weight, or such a run is refused at its start.",
+            "When a source has been read `max_epochs` times: the others share its weight, or such a run is refused at its start.",
             choices=("redistribute", "refuse"),
         ),
-        "epochs": Setting(0, "How often the data are read at most; 0: as long as the run lasts.", low=0),
+        "max_epochs": Setting(0, "How often the data are read at most; 0: as long as the run lasts.", low=0),
         "eval_paths": Setting(
             (), "Held-out files or folders; empty: holdout_fraction of the documents of paths.", location=True
         ),
@@ -331,7 +331,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "eos_token": Setting("", "Text of the token that ends a document; empty: the tokenizer's own."),
         "add_bos": Setting(False, "Begin each document with BOS. EOS ends each in any case."),
         "special_tokens_in_text": Setting(False, "Text in documents that spells a special token becomes that token."),
-        "chat_template": Setting("", "A file with a Jinja template, in place of the tokenizer's own.", location=True),
+        "chat_template_file": Setting("", "A file with a Jinja template, in place of the tokenizer's own.", location=True),
         "train_turns": Setting("all", "Of conversations: which turns of the assistant are trained.", choices=("all", "last")),
         "on_bad_record": Setting(
             "raise",

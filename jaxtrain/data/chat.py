@@ -112,7 +112,7 @@ class Template:
         if number + 1 < len(messages) and following:
             raise UserError(
                 f"the chat template of {self._name} ends message {number}, of the assistant, with no special token: a model "
-                "trained on it would not learn to stop; give another template as data.chat_template"
+                "trained on it would not learn to stop; give another template as data.chat_template_file"
             )
         return start, len(until)  # the document's EOS follows
 

@@ -75,18 +75,18 @@ def encoder(data: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Encoder:
     content, template = Content.of(data), None
     if content.kind == "chat":
         source = tokenizer.chat_template
-        if data.chat_template:
+        if data.chat_template_file:
             try:
-                source = files.read_bytes(data.chat_template).decode()
+                source = files.read_bytes(data.chat_template_file).decode()
             except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"data.chat_template: cannot read {data.chat_template}: {error}") from error
+                raise UserError(f"data.chat_template_file: cannot read {data.chat_template_file}: {error}") from error
         if not source:
             raise UserError(
-                f"data.content=chat: {tokenizer.name} has no chat template; set data.chat_template to a file with one"
+                f"data.content=chat: {tokenizer.name} has no chat template; set data.chat_template_file to a file with one"
             )
         names = {id: text for text, id in tokenizer.specials.items()}
         bos, eos = names.get(tokenizer.bos_id, ""), names.get(tokenizer.eos_id, "")
-        template = chat.Template(source, data.chat_template or tokenizer.name, tokenizer.specials, bos, eos)
+        template = chat.Template(source, data.chat_template_file or tokenizer.name, tokenizer.specials, bos, eos)
     dtype = id_dtype(tokenizer.vocab_size)
     return Encoder(tokenizer, content, dtype, data.add_bos, data.special_tokens_in_text, template)
 

@@ -2,7 +2,7 @@
 
 A stretch of rows between two changes of weights repeats a cycle of 1,000 rows, in which each source has its share, rounded to
 whole rows, evenly spread. So any 1,000 rows in a stretch hold exactly as many of each source. Every source is read in its own
-order, from where it stood at the change before: no row is lost or comes twice. A source that has been read `epochs` times ends
+order, from where it stood at the change before: no row is lost or comes twice. A source that has been read `max_epochs` times ends
 a stretch too; from there the others share its weight.
 """
 
@@ -32,7 +32,7 @@ class Mixture:
     def __init__(self, sources: Mapping[str, Any], rows: Sequence[int], batch_rows: int, on_exhausted: str, num_steps: int):
         """
         Args:
-          sources: by name, with `weight`, `weight_changes` and `epochs`.
+          sources: by name, with `weight`, `weight_changes` and `max_epochs`.
           rows: of an epoch of each.
           batch_rows: rows of a step.
           on_exhausted: "redistribute", or "refuse" a source that is used up before the end.
@@ -42,7 +42,7 @@ class Mixture:
           UserError: rows are used up before the end.
         """
         self.names = list(sources)
-        limits = [count * own.epochs or None for count, own in zip(rows, sources.values(), strict=True)]
+        limits = [count * own.max_epochs or None for count, own in zip(rows, sources.values(), strict=True)]
         end = num_steps * batch_rows
         self._stretches: list[_Stretch] = []
         used, gone = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
@@ -59,7 +59,7 @@ class Mixture:
                 if first < end and on_exhausted == "refuse":
                     raise UserError(
                         f"data.sources.{self.names[ends[first]]}: is used up at step {first // batch_rows + 1} of {num_steps}; "
-                        "raise its epochs, lower its weight, or set data.on_exhausted='redistribute'"
+                        "raise its max_epochs, lower its weight, or set data.on_exhausted='redistribute'"
                     )
                 used, start = self._used(first), first
                 gone[ends[first]] = True
@@ -68,7 +68,7 @@ class Mixture:
     def _stretch(self, start, used, shares, on_exhausted, batch_rows, num_steps) -> _Stretch:
         if not sum(shares):
             raise UserError(
-                f"data: all sources are used up at step {start // batch_rows + 1} of {num_steps}; raise their epochs or lower "
+                f"data: all sources are used up at step {start // batch_rows + 1} of {num_steps}; raise their max_epochs or lower "
                 "train.num_steps"
             )
         counts = np.array(quotas(shares.tolist()))

@@ -21,6 +21,7 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
@@ -52,10 +53,15 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
-    startup.initialize(config)
-    setup_logging(jax.process_index())
-    require_valid(config, jax.device_count())
-    _prepare(workdir)
+    with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+        startup.initialize(config)
+        setup_logging(jax.process_index())
+        require_valid(config, jax.device_count())
+        return _train(config, workdir, lock, started)
+
+
+def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
+    """`run` from where devices are there on, in a workdir that is this run's alone."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
@@ -78,7 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         if first_process:
             configs.save(resolved, workdir / "config.json")
         with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
-            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start)
+            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start, lock)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -98,12 +104,13 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int):
+    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int, lock):
         self.config, self.program, self.corpus = config, program, corpus
         self.checkpointer, self.writer, self.step_compiled, self.start = checkpointer, writer, step_compiled, start
+        self.lock = lock
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
-        self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+        self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
         fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
         self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
         self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
@@ -154,6 +161,7 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     if save_now:
+                        self.lock.require_held()
                         self.checkpointer.save(step, state, self.facts)
         finally:
             batches.close()
@@ -235,7 +243,7 @@ class _Session:
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
-            "parameters": sum(flops.parameter_count(self.config.model).values()),
+            "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
@@ -246,7 +254,7 @@ class _Session:
         """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
         if not self.config.model.num_experts:
             return {}
-        found = {"active_parameters": flops.active_count(self.config.model)}
+        found = {"active_parameters": self.program.inventory.active_count}
         if "expert_load" in self.last_metrics:
             found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
         return found
@@ -260,24 +268,13 @@ def peak_memory_bytes() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process 0, resident"
 
 
-def _prepare(workdir: pathlib.Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            probe = workdir / ".writable.tmp"
-            probe.write_text("")
-            probe.unlink()
-    except OSError as error:
-        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror or error}); choose another folder") from error
-
-
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", machine.devices_summary())
-    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
-    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
+    count = f"{program.inventory.count:,}"
+    active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 
