@@ -109,7 +109,7 @@ class _Session:
         self.lock = lock
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
-        self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+        self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
         fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
         self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
         self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
@@ -239,7 +239,7 @@ class _Session:
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
-            "parameters": sum(flops.parameter_count(self.config.model).values()),
+            "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
@@ -250,7 +250,7 @@ class _Session:
         """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
         if not self.config.model.num_experts:
             return {}
-        found = {"active_parameters": flops.active_count(self.config.model)}
+        found = {"active_parameters": self.program.inventory.active_count}
         if "expert_load" in self.last_metrics:
             found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
         return found
@@ -267,10 +267,10 @@ def peak_memory_bytes() -> tuple[int, str]:
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", machine.devices_summary())
-    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
-    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
+    count = f"{program.inventory.count:,}"
+    active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 

@@ -16,6 +16,7 @@ import ml_collections
 import optax
 
 from jaxtrain.parallel.parameters import MATRICES
+from jaxtrain.parallel.scopes import OPTIMIZER
 from jaxtrain.parallel.sharding import is_dims
 from jaxtrain.remat.activations import STATE_GROUPS
 from jaxtrain.remat.policy import on_device
@@ -112,6 +113,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
     that the device never holds those of all.
     """
 
+    @jax.named_scope(OPTIMIZER)
     def update(optimizer, finite, rate, grads, params, state):
         updates, new_state = optimizer.update(grads, state, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
@@ -126,6 +128,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
     def is_tree(node):
         return isinstance(node, dict) and set(node) <= names
 
+    @jax.named_scope(OPTIMIZER)
     def one_by_one(finite, rate, grads, params, state):
         done, before = (params, state), finite
         for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
