@@ -48,7 +48,10 @@ def config_of(name: str, model: dict) -> transformers.PretrainedConfig:
     if name not in OTHERS:
         return reference_config(name, model)
     values = reference_config("qwen3", model).to_dict()
-    for key in ("model_type", "architectures", "layer_types", "transformers_version", "attention_bias", "use_sliding_window", "max_window_layers"):
+    for key in (
+        *("model_type", "architectures", "layer_types", "transformers_version", "attention_bias", "use_sliding_window"),
+        "max_window_layers",
+    ):
         values.pop(key, None)
     if name == "qwen2":
         return transformers.Qwen2Config(**values)
