@@ -45,7 +45,11 @@ def load_corpus(config):
     """The corpus, with its one source and its one held-out set beside it."""
     found = corpora.load_corpus(config)
     return types.SimpleNamespace(
-        **vars(found), whole=found, only=found.train["data"], held=found.eval.get("eval"), fingerprint=found.fingerprints["data"]
+        **vars(found),
+        whole=found,
+        only=found.train["data"],
+        held=found.eval.get("eval"),
+        fingerprint=found.fingerprints["data"],
     )
 
 
@@ -171,7 +175,8 @@ def test_order_is_pinned():
     """A change here breaks the resumption of runs that began with an earlier version."""
     assert permutation.table(10, 1, 2, 0).tolist() == [5, 6, 9, 3, 2, 1, 0, 8, 4, 7]
     assert permutation.feistel(np.arange(10), 10, 1, 2, 0).tolist() == [0, 7, 3, 4, 1, 9, 5, 2, 8, 6]
-    assert permutation.feistel(np.array([0, 1, 10**12 - 1]), 10**12, 3, 4).tolist() == [611576571992, 695023488546, 456211533432]
+    far = permutation.feistel(np.array([0, 1, 10**12 - 1]), 10**12, 3, 4)
+    assert far.tolist() == [611576571992, 695023488546, 456211533432]
 
 
 def test_epoch_cache_holds_two(many):
@@ -339,7 +344,8 @@ def test_the_same_rows_are_evaluated_with_every_batch(many, rows, accumulation):
     wanted = corpus.held.rows(np.arange(10))
     assert_same(evaluated_rows(config), [wanted])
     told = wanted["targets"][wanted["targets"] >= 0]
-    assert loader.eval_bytes(config, corpus.held, corpus.tokenizer) == np.sum(told < 256) < len(told), "an end of a document is no byte"
+    counted = loader.eval_bytes(config, corpus.held, corpus.tokenizer)
+    assert counted == np.sum(told < 256) < len(told), "an end of a document is no byte"
 
 
 # Held-out split

@@ -308,7 +308,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "on_exhausted": Setting(
             "redistribute",
-            "When a source has been read `max_epochs` times: the others share its weight, or such a run is refused at its start.",
+            "When a source has been read `max_epochs` times: the others share its weight, or it is refused at the start.",
             choices=("redistribute", "refuse"),
         ),
         "max_epochs": Setting(0, "How often the data are read at most; 0: as long as the run lasts.", low=0),

@@ -2,8 +2,8 @@
 
 A stretch of rows between two changes of weights repeats a cycle of 1,000 rows, in which each source has its share, rounded to
 whole rows, evenly spread. So any 1,000 rows in a stretch hold exactly as many of each source. Every source is read in its own
-order, from where it stood at the change before: no row is lost or comes twice. A source that has been read `max_epochs` times ends
-a stretch too; from there the others share its weight.
+order, from where it stood at the change before: no row is lost or comes twice. A source that has been read `max_epochs` times
+ends a stretch too; from there the others share its weight.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Mixture:
     def _stretch(self, start, used, shares, on_exhausted, batch_rows, num_steps) -> _Stretch:
         if not sum(shares):
             raise UserError(
-                f"data: all sources are used up at step {start // batch_rows + 1} of {num_steps}; raise their max_epochs or lower "
-                "train.num_steps"
+                f"data: all sources are used up at step {start // batch_rows + 1} of {num_steps}; raise their max_epochs or "
+                "lower train.num_steps"
             )
         counts = np.array(quotas(shares.tolist()))
         places = [(i + 0.5) / count * CYCLE_ROWS for count in counts for i in range(count)]

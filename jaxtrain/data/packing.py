@@ -7,7 +7,7 @@ truncations improve language modeling"). `pad` gives each document rows of its o
 
 With up to `permutation.TABLE_SIZE` documents and rows, `concat` shuffles the documents of each epoch anew. With more, they stay
 in the order in which they lie, the stream is cut at another place in each epoch, and only rows are shuffled. Row g of the run
-is row g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on the mesh, the hosts, the workers,
+is row g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on mesh, hosts, workers,
 or on which rows were read before. It is found in time that depends on its own documents alone.
 """
 
