@@ -25,13 +25,14 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def load_config(
-    arguments: Sequence[str], parser: argparse.ArgumentParser
+    arguments: Sequence[str], parser: argparse.ArgumentParser, required: bool = True
 ) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
-    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags.
+    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags. Without
+    --config, where it is not `required`, the config is the default tree.
 
     Raises ConfigError with all problems at once, before jax is imported.
     """
-    parser.add_argument("--config", required=True, help="configuration file; FILE:ARG calls get_config('ARG')")
+    parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
     overrides, unknown, position = [], [], 0
     while position < len(rest):
@@ -47,7 +48,7 @@ def load_config(
             unknown.append(f"{key}: no value; write {key}=VALUE")
         position += 1
     try:
-        config = configs.load(args.config, overrides, problems)
+        config = configs.load(args.config or "", overrides, problems)
     except ConfigError as error:
         raise ConfigError(unknown + error.problems) from None
     if unknown:
