@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import config as configs
-from jaxtrain import runtime
 from jaxtrain.checkpoint.manager import restore_params
 from jaxtrain.command_line import command
 from jaxtrain.config import ConfigError
@@ -25,6 +24,7 @@ from jaxtrain.observe.progress import setup_logging
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.parameters import Stored
 from jaxtrain.parallel.sharding import per_device
+from jaxtrain.runtime import startup
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 
 
@@ -121,7 +121,7 @@ def load(workdir: pathlib.Path, tensor: int, step: int | None) -> tuple[Program,
     config.memory.offload = ()  # there is no training state beside the weights
     config.runtime.update(fake_devices=tensor if tensor > 1 and config.runtime.fake_devices else 0)
     config.runtime.update(num_processes=0, process_id=-1, coordinator_address="")
-    runtime.initialize(config)
+    startup.initialize(config)
     if tensor > jax.local_device_count():
         raise UserError(f"--tensor={tensor}: there are {jax.local_device_count()} devices")
     program = build_program(config, mesh.build(config, jax.local_devices()[:tensor]))

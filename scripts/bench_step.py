@@ -56,15 +56,15 @@ def measure(config, steps: int) -> dict[str, Any]:
     """Runs 1 + `steps` steps of the config; returns figures by name, units as suffixes, ready for JSON."""
     import jax
 
-    from jaxtrain import runtime
     from jaxtrain.hardware import flops
     from jaxtrain.hardware import gpus as hardware
     from jaxtrain.parallel import mesh
+    from jaxtrain.runtime import machine, startup
     from jaxtrain.train.loop import peak_memory_bytes
     from jaxtrain.train.optimizer import learning_rate
     from jaxtrain.train.program import build_program
 
-    runtime.initialize(config)
+    startup.initialize(config)
     program = build_program(config, mesh.build(config))
     started = time.monotonic()
     lowered = program.train_step.lower(*program.abstract_step_arguments())
@@ -86,7 +86,7 @@ def measure(config, steps: int) -> dict[str, Any]:
         losses.append(float(metrics["loss"]))
     tokens = config.data.global_batch_rows * config.data.seq_len_tokens
     median_s = float(np.median(times[1:]))
-    per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+    per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
     memory_bytes, memory_of = peak_memory_bytes()
     return {
@@ -112,8 +112,8 @@ def measure(config, steps: int) -> dict[str, Any]:
         "loss_last": losses[-1],
         "compute_dtype": config.precision.compute_dtype,
         "mesh": dict(program.layout.mesh.shape),
-        "devices": runtime.devices_summary(),
-        "versions": runtime.versions(),
+        "devices": machine.devices_summary(),
+        "versions": machine.versions(),
     }
 
 

@@ -284,7 +284,7 @@ def test_nothing_in_data_imports_jax():
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_evaluation_is_finite_fixed_and_padded_with_empty_rows(many, hosts):
-    config = make_config(many, holdout_fraction=0.5, global_batch_rows=8, train__accumulation_steps=2, eval__max_batches=0)
+    config = make_config(many, holdout_fraction=0.5, global_batch_rows=8, train__accumulation_steps=2, eval__max_rows=0)
     corpus = loader.load_corpus(config)
     rows = corpus.eval.rows_per_epoch
     assert rows % 4
@@ -300,13 +300,25 @@ def test_evaluation_is_finite_fixed_and_padded_with_empty_rows(many, hosts):
     assert (joined["tokens"][joined["segment_ids"] > 0] == EOS).sum() == corpus.counts["eval_documents"]
 
 
-def test_evaluation_stops_at_max_batches_and_ignores_the_data_seed(many):
-    config = make_config(many, holdout_fraction=0.9, eval__max_batches=2)
-    one = list(loader.eval_batches(config, loader.load_corpus(config), np.arange(4)))
-    config.data.seed = 5
-    other = list(loader.eval_batches(config, loader.load_corpus(config), np.arange(4)))
-    assert len(one) == 2
-    assert_same(one, other)
+def evaluated_rows(config):
+    """Rows of an evaluation that are not empty, joined over batches."""
+    rows = np.arange(config.data.global_batch_rows // config.train.accumulation_steps)
+    batches = list(loader.eval_batches(config, loader.load_corpus(config), rows))
+    joined = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+    return [{key: values[joined["segment_ids"].any(1)] for key, values in joined.items()}]
+
+
+@pytest.mark.parametrize("rows, accumulation", [(4, 1), (4, 4), (8, 2), (7, 1), (16, 1)])
+def test_the_same_rows_are_evaluated_with_every_batch(many, rows, accumulation):
+    """C48: a cap counts rows, so that it depends neither on the batch nor on microbatches, nor on the data's seed."""
+    config = make_config(many, holdout_fraction=0.9, eval__max_rows=10)
+    config.data.update(global_batch_rows=rows, seed=5)
+    config.train.accumulation_steps = accumulation
+    corpus = loader.load_corpus(config)
+    wanted = corpus.eval.rows(np.arange(10))
+    assert_same(evaluated_rows(config), [wanted])
+    told = wanted["targets"][wanted["targets"] >= 0]
+    assert loader.eval_bytes(config, corpus) == np.sum(told < 256) < len(told), "an end of a document is no byte"
 
 
 # Held-out split

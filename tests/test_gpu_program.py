@@ -15,12 +15,12 @@ import pytest
 import tiny
 
 from jaxtrain import config as configs
-from jaxtrain import runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan import hlo
+from jaxtrain.runtime import machine
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
 pytestmark = pytest.mark.plan
@@ -370,9 +370,9 @@ def test_topologies():
 
 
 def test_a_missing_or_other_plugin_is_said(monkeypatch):
-    monkeypatch.setattr(runtime, "cuda_plugin", lambda: "")
+    monkeypatch.setattr(machine, "cuda_plugin", lambda: "")
     with pytest.raises(UserError, match=r"needs jax's CUDA plugin.*\.\[plan\]"):
         plan.describe("h200", 1, 8)
-    monkeypatch.setattr(runtime, "cuda_plugin", lambda: "jax-cuda12-plugin 0.1.0")
+    monkeypatch.setattr(machine, "cuda_plugin", lambda: "jax-cuda12-plugin 0.1.0")
     with pytest.raises(UserError, match="jax-cuda12-plugin 0.1.0 does not fit jaxlib"):
         plan.describe("h200", 1, 8)

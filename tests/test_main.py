@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import struct
 import subprocess
@@ -28,10 +29,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.lock import WorkdirLock
+from jaxtrain.checkpoint.manager import saved_steps
 from jaxtrain.command_line import command
 from jaxtrain.main import main
 from jaxtrain.observe import progress
 from jaxtrain.observe.metrics import read_rows
+from jaxtrain.runtime import startup
 from jaxtrain.train import loop
 from jaxtrain.train.optimizer import learning_rate
 
@@ -50,7 +54,7 @@ def get_config(arg=None):
     c.data.update(paths=(CORPUS,), seq_len_tokens=16, global_batch_rows=16, holdout_fraction=0.2)
     c.train.update(num_steps=20, accumulation_steps=2, log_every_steps=1)
     c.checkpoint.save_every_steps = 5
-    c.eval.update(every_steps=10, max_batches=2)
+    c.eval.update(every_steps=10, max_rows=16)
     c.runtime.platform = "cpu"
     return c
 """
@@ -144,12 +148,12 @@ def train(place, workdir, *overrides, **replaced):
 
 
 def interrupt_at(stop):
-    """In place of loop.learning_rate: Ctrl-C before step `stop` is launched."""
+    """In place of loop.learning_rate: Ctrl-C before step `stop` + 1 is launched."""
 
-    def rate(config, step):
-        if step == stop:
+    def rate(config, steps_done):
+        if steps_done == stop:
             raise KeyboardInterrupt
-        return learning_rate(config, step)
+        return learning_rate(config, steps_done)
 
     return rate
 
@@ -220,8 +224,8 @@ def test_model_learns(straight):
 
 
 def test_metrics_has_one_row_per_step_and_evaluation(straight):
-    assert [row["step"] for row in straight.rows if "loss" in row] == list(range(NUM_STEPS))
-    assert [row["step"] for row in straight.rows if "eval_loss" in row] == [9, 19]
+    assert [row["step"] for row in straight.rows if "loss" in row] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in straight.rows if "eval_loss" in row] == [10, 20]
     for row in straight.rows:
         if "loss" in row:
             assert row["grad_norm"] > 0 and row["targets"] > 100 and row["skipped"] == 0
@@ -253,7 +257,7 @@ def test_plot_and_tensorboard_are_written(straight):
     assert (straight.workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
     scalars = events(straight.workdir / "tensorboard")
     assert scalars["loss"] == pytest.approx(dict(straight.steps("loss")), rel=1e-6)
-    assert list(scalars["eval_loss"]) == [9, 19]
+    assert list(scalars["eval_loss"]) == [10, 20]
 
 
 def test_log_says_what_happens(straight):
@@ -271,10 +275,21 @@ def test_log_says_what_happens(straight):
     assert "WARNING" not in straight.log and "Traceback" not in straight.log
 
 
+def test_a_step_has_one_number(straight):
+    """In the log, in metrics.jsonl and TensorBoard, and among the checkpoints, which hold the state that the row led to."""
+    logged = re.findall(r" step (\d+)/20 · loss (\S+) ", straight.log)
+    assert logged == [(str(step), f"{loss:.4f}") for step, loss in straight.steps("loss")]
+    evaluated = re.findall(r" Step (\d+): held-out loss (\S+) ", straight.log)
+    rows = [(row["step"], row["eval_loss"]) for row in straight.rows if "eval_loss" in row]
+    assert evaluated == [(str(step), f"{loss:.4f}") for step, loss in rows]
+    assert sorted(events(straight.workdir / "tensorboard")["loss"]) == list(range(1, NUM_STEPS + 1))
+    assert saved_steps(straight.workdir)[-1] == straight.rows[-1]["step"] == int(straight.state.step) == NUM_STEPS
+
+
 def test_logged_learning_rate_is_the_schedule(place, straight, resumed):
-    """C25: one tick per optimizer step although there are two microbatches, step 0 moves, the last step has the end value."""
+    """C25: one tick per optimizer step although there are two microbatches, step 1 moves, the last step has the end value."""
     config = configs.load(f"{place}/tiny.py")
-    expected = [(step, float(np.float32(learning_rate(config, step)))) for step in range(NUM_STEPS)]
+    expected = [(step, float(np.float32(learning_rate(config, step - 1)))) for step in range(1, NUM_STEPS + 1)]
     assert straight.steps("learning_rate") == expected
     assert resumed.steps("learning_rate") == expected
     assert [rate for _, rate in expected[:5]] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
@@ -374,7 +389,8 @@ def test_gradients_that_stay_nonfinite_stop_the_run(place):
     skipped = [count for _, count in run.steps("skipped")]
     first = skipped.index(1)
     assert skipped == [0] * first + [1, 2, 3]
-    assert f"error: step {first + 2}: the gradient was not finite 3 steps in a row (optimizer.max_nonfinite_steps)" in run.log
+    assert re.findall(r"WARNING Step (\d+): the gradient", run.log) == [str(step) for step, n in run.steps("skipped") if n]
+    assert f"error: step {first + 3}: the gradient was not finite 3 steps in a row (optimizer.max_nonfinite_steps)" in run.log
     assert "Lower optimizer.learning_rate" in run.log
     assert run.log.count("the update is skipped") == 3
     assert "Traceback" not in run.log and not (run.workdir / "summary.json").exists()
@@ -395,10 +411,10 @@ def test_batch_without_targets(place):
     overrides = "train.num_steps=5", "checkpoint.save_every_steps=0", "data.holdout_fraction=0"
     run = train(place, place / "masked", *overrides, train_batches=lambda *arguments: Masked(original(*arguments)))
     assert run.code == 0, run.log
-    assert run.steps("loss", "grad_norm", "targets")[2] == (2, 0.0, 0.0, 0)
-    assert "WARNING Step 2: the batch has no target token; loss and gradient are 0" in run.log
+    assert run.steps("loss", "grad_norm", "targets")[2] == (3, 0.0, 0.0, 0)
+    assert "WARNING Step 3: the batch has no target token; loss and gradient are 0" in run.log
     assert run.log.count("no target token") == 1
-    assert all(np.isfinite(loss) and loss > 0 for step, loss in run.steps("loss") if step != 2)
+    assert all(np.isfinite(loss) and loss > 0 for step, loss in run.steps("loss") if step != 3)
     assert run.summary["skipped_steps"] == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.state.params))
 
@@ -433,6 +449,22 @@ def test_workdir_that_cannot_be_written(place, tmp_path):
         assert run.code == 1
         assert f"error: --workdir={workdir}: cannot be written (" in run.log and "Traceback" not in run.log
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_workdir_in_use(place, tmp_path):
+    """Refused before devices start, and the first run's lock stays."""
+    with WorkdirLock(tmp_path / "run") as lock, mock.patch.object(startup, "initialize", side_effect=AssertionError):
+        run = train(place, tmp_path / "run")
+        assert run.code == 1
+        assert f"error: --workdir={tmp_path}/run: another run (process {os.getpid()} on " in run.log
+        lock.require_held()
+
+
+def test_run_that_lost_its_lock_saves_nothing_more(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(WorkdirLock, "_is_mine", lambda self: False)
+    run = train(place, tmp_path / "run", "train.num_steps=5")
+    assert run.code == 1
+    assert "has taken this folder over" in run.log and not saved_steps(tmp_path / "run")
 
 
 def test_workdir_of_another_run(place, tmp_path, straight):

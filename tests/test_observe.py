@@ -79,7 +79,7 @@ def test_resume_drops_what_will_be_computed_again(tmp_path, caplog):
         writer.write(3, {"eval_loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # killed while writing
-    with caplog.at_level(logging.WARNING), metrics.MetricsWriter(tmp_path, tensorboard=False, resume_step=4) as writer:
+    with caplog.at_level(logging.WARNING), metrics.MetricsWriter(tmp_path, tensorboard=False, resume_step=3) as writer:
         writer.write(4, {"loss": -4})
     assert "dropped 1 unreadable line" in caplog.text
     assert [strict(line)["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 3, 4]
@@ -88,14 +88,21 @@ def test_resume_drops_what_will_be_computed_again(tmp_path, caplog):
 
 
 def test_resume_keeps_rows_byte_for_byte_and_a_torn_tail_does_not_glue(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.00}\n{"step": 1, "loss": 2.0')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.00}\n{"step": 2, "loss": 2.0')
     with metrics.MetricsWriter(tmp_path, tensorboard=False, resume_step=1) as writer:
-        writer.write(1, {"loss": 2})
-    assert lines(tmp_path) == ['{"step": 0, "loss": 1.00}', '{"step": 1, "loss": 2}']
+        writer.write(2, {"loss": 2})
+    assert lines(tmp_path) == ['{"step": 1, "loss": 1.00}', '{"step": 2, "loss": 2}']
+
+
+def test_a_run_from_the_start_keeps_no_row(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 5.5}\n{"step": 1, "loss": 5.5}\n')
+    with metrics.MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(0, {"eval_loss": 5.6})
+    assert lines(tmp_path) == ['{"step": 0, "eval_loss": 5.6}']
 
 
 def test_a_failed_rewrite_leaves_the_old_rows(tmp_path, monkeypatch):
-    old = '{"step": 0}\n{"step": 1}\n'
+    old = '{"step": 1}\n{"step": 2}\n'
     (tmp_path / "metrics.jsonl").write_text(old)
 
     def full(_):
@@ -111,13 +118,13 @@ def test_a_failed_rewrite_leaves_the_old_rows(tmp_path, monkeypatch):
 def test_tensorboard_has_the_scalars_and_the_restart(tmp_path):
     for start in (0, 2):  # both within one second: neither overwrites the other's file
         with metrics.MetricsWriter(tmp_path, tensorboard=True, resume_step=start) as writer:
-            for step in range(start, start + 3):
+            for step in range(start + 1, start + 4):
                 writer.write(step, {"loss": 10.0 * start + step, "mfu": None, "note": "text"})
             found = events(tmp_path)  # on disk before close
     scalars = [(step, values["loss"]) for step, values, _ in found if values]
-    assert scalars == [(0, 0), (1, 1), (2, 2), (2, 22), (3, 23), (4, 24)]
+    assert scalars == [(1, 1), (2, 2), (3, 3), (3, 23), (4, 24), (5, 25)]
     assert {tag for _, values, _ in found for tag in values} == {"loss"}
-    assert [step for step, _, restart in found if restart] == [0, 2]
+    assert [step for step, _, restart in found if restart] == [0, 3]
 
 
 def test_without_tensorboard_or_not_enabled_nothing_is_left_over(tmp_path):
@@ -186,7 +193,7 @@ def test_lines_without_a_terminal(logs, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     with progress.Progress(300, start_step=100, log_every_steps=10) as shown:
         for step in range(101, 121):
-            clock[0] += 30.0 if step == 101 else 0.4  # compilation does not enter the ETA
+            clock[0] += {101: 30.0, 102: 500.0, 103: 20.0, 115: 60.0}.get(step, 0.4)  # warm-up; an evaluation that compiles
             shown.update(step, ROW)
     start, first, second = text().splitlines()  # the first step at once: compilation is over
     assert " step 101/300 · loss 2.3456 " in start and start.endswith("eta n/a")
@@ -321,7 +328,7 @@ def test_plot_says_when_it_cannot_be_written(tmp_path):
 
 def test_importing_observe_is_cheap():
     code = (
-        "import sys; from jaxtrain import flops, hardware; from jaxtrain.observe import metrics, progress, plot; "
+        "import sys; from jaxtrain.hardware import flops, gpus; from jaxtrain.observe import metrics, progress, plot; "
         "print([m for m in ('jax', 'matplotlib', 'tensorboardX', 'orbax', 'grain') if m in sys.modules])"
     )
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}

@@ -288,8 +288,8 @@ def test_what_is_asked_of_cudnn(sharding, ends, monkeypatch):
         return (jnp.where(some[..., None, None], x, jnp.nan) for some, x in ((seen_by, dq), (seen, dk), (seen, dv)))
 
     monkeypatch.setattr(cudnn, "SQUARE", 4)
-    monkeypatch.setattr(cudnn, "compat_cudnn_attention", forward)
-    monkeypatch.setattr(cudnn, "compat_cudnn_attention_backward", backward)
+    monkeypatch.setattr(cudnn, "cudnn_attention", forward)
+    monkeypatch.setattr(cudnn, "cudnn_attention_backward", backward)
     ways, group = sharding["mesh"], sharding.get("ulysses", 0)
     changes = (
         dict(context_method="ulysses") if group else RING | dict(context_placement=sharding.get("context_placement", "zigzag"))

@@ -14,9 +14,9 @@ import time
 import jax
 import pytest
 
-from jaxtrain import runtime
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import cluster, machine, startup
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch_local.py")]
@@ -49,19 +49,19 @@ config = default_config()
 for argument in sys.argv[1:]:
     key, value = argument.removeprefix("--config.runtime.").split("=")
     config.runtime[key] = int(value)
-from jaxtrain import runtime
+from jaxtrain.runtime import cluster, machine, startup
 """
 
 
 def test_alone_by_default():
-    assert runtime.find_processes(settings(), {}) == runtime.Processes("", 1, 0)
-    assert runtime.find_processes(settings(num_processes=1), {"JAX_COORDINATOR_ADDRESS": "a:1"}).count == 1
+    assert cluster.find_processes(settings(), {}) == cluster.Processes("", 1, 0)
+    assert cluster.find_processes(settings(num_processes=1), {"JAX_COORDINATOR_ADDRESS": "a:1"}).count == 1
 
 
 def test_settings_go_before_variables():
     variables = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-    assert runtime.find_processes(settings(), variables) == runtime.Processes("host:1234", 4, 3)
-    assert runtime.find_processes(settings(process_id=0, num_processes=2), variables) == runtime.Processes("host:1234", 2, 0)
+    assert cluster.find_processes(settings(), variables) == cluster.Processes("host:1234", 4, 3)
+    assert cluster.find_processes(settings(process_id=0, num_processes=2), variables) == cluster.Processes("host:1234", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_settings_go_before_variables():
 )
 def test_partial_settings_name_what_is_missing(given, variables, missing):
     with pytest.raises(ConfigError) as caught:
-        runtime.find_processes(settings(**given), variables)
+        cluster.find_processes(settings(**given), variables)
     assert [problem.split(":")[0] for problem in caught.value.problems] == missing
     assert all("missing" in problem and "JAX_" in problem for problem in caught.value.problems)
 
@@ -94,21 +94,21 @@ def test_partial_settings_name_what_is_missing(given, variables, missing):
 )
 def test_wrong_values_are_refused(variables, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        runtime.find_processes(settings(), variables)
+        cluster.find_processes(settings(), variables)
 
 
 def test_starts_as_configured_and_twice_is_harmless(tmp_path):
     result = python(
         f"""
         config.runtime.compile_cache_dir = {str(tmp_path / "cache")!r}
-        runtime.initialize(config)
-        runtime.initialize(config)
+        startup.initialize(config)
+        startup.initialize(config)
         import jax, os
-        print(jax.device_count(), jax.default_backend(), jax.config.jax_compilation_cache_dir, runtime.devices_summary())
+        print(jax.device_count(), jax.default_backend(), jax.config.jax_compilation_cache_dir, machine.devices_summary())
         assert "terminate_timeout" in os.environ["XLA_FLAGS"]
         config.runtime.fake_devices = 5
         try:
-            runtime.initialize(config)
+            startup.initialize(config)
         except UserError as error:
             print(error)
         """,
@@ -127,14 +127,14 @@ def test_gpu_wishes_that_cannot_be_met(monkeypatch):
         config = default_config()
         config.runtime.update(changes)
         with pytest.raises(error, match=words):
-            runtime.initialize(config)
+            startup.initialize(config)
 
     refuse(ConfigError, "fake_devices=2: only for CPU", platform="gpu", fake_devices=2)
     refuse(ConfigError, "JAX_PLATFORMS=cpu; unset it", platform="gpu")
     monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setattr(runtime, "cuda_plugin", lambda: "")
+    monkeypatch.setattr(machine, "cuda_plugin", lambda: "")
     refuse(UserError, "JAX is installed without CUDA", platform="gpu")
-    monkeypatch.setattr(runtime, "cuda_plugin", lambda: "jax-cuda12-plugin 1")
+    monkeypatch.setattr(machine, "cuda_plugin", lambda: "jax-cuda12-plugin 1")
     refuse(UserError, "already runs on cpu in this process", platform="gpu")
 
 
@@ -143,10 +143,10 @@ def test_gpu_that_does_not_start_is_one_message(tmp_path):
     plugin.parent.mkdir(parents=True)
     plugin.write_text("def initialize():\n    raise RuntimeError('the driver is too old')\n")
     code = """
-        runtime.cuda_plugin = lambda: "jax-cuda12-plugin 1"
+        machine.cuda_plugin = lambda: "jax-cuda12-plugin 1"
         config.runtime.platform = PLATFORM
         try:
-            runtime.initialize(config)
+            startup.initialize(config)
         except UserError as error:
             print(error)
         """
@@ -163,7 +163,7 @@ def test_warns_once_of_a_gpu_that_jax_cannot_use(tmp_path):
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho NVIDIA Test\necho NVIDIA Test\n")
     command.chmod(0o755)
-    code = "runtime.cuda_plugin = lambda: ''\nruntime.initialize(config)\nruntime.initialize(config)"
+    code = "machine.cuda_plugin = lambda: ''\nstartup.initialize(config)\nstartup.initialize(config)"
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     warning = "this machine has 2 GPU(s) (NVIDIA Test), but JAX runs on the CPU: JAX is installed without CUDA"
     assert python(code, PATH=path).stderr.count(warning) == 1
@@ -175,14 +175,14 @@ def test_unwritable_compile_cache_is_refused(tmp_path):
     config = default_config()
     config.runtime.compile_cache_dir = str(tmp_path / "file" / "cache")
     with pytest.raises(UserError, match="compile_cache_dir=.*cannot be made"):
-        runtime.initialize(config)
+        startup.initialize(config)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_missing_processes_are_a_message_after_the_time_limit(index):
     code = """
         try:
-            runtime.initialize(config)
+            startup.initialize(config)
         except UserError as error:
             print(error)
             sys.exit(1)
@@ -211,7 +211,7 @@ def free_port() -> int:
 PSUM = (
     START
     + """
-runtime.initialize(config)
+startup.initialize(config)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()), "x")
@@ -291,7 +291,7 @@ def alive(pid: int) -> bool:
 
 
 def test_versions_name_what_computes():
-    found = runtime.versions()
+    found = machine.versions()
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"} <= found.keys()
-    assert runtime.devices_summary().startswith("8 x fake CPU devices on ")
+    assert machine.devices_summary().startswith("8 x fake CPU devices on ")

@@ -18,6 +18,7 @@ class Setting:
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
     optional: type | None = None  # the type beside None, for settings whose default is None
+    location: bool = False  # a path or an address of the machine the run is on; never taken from a stranger's config.json
 
     @property
     def type(self) -> type:
@@ -250,7 +251,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "After warm-up: cosine or linear decay, constant, or wsd (constant, then linear decay over decay_steps).",
             choices=("cosine", "linear", "constant", "wsd"),
         ),
-        "warmup_steps": Setting(0, "Step k < warmup_steps uses peak * (k + 1) / warmup_steps: step 0 is not a no-op.", low=0),
+        "warmup_steps": Setting(0, "Step k <= warmup_steps uses peak * k / warmup_steps; the first, step 1, moves.", low=0),
         "decay_steps": Setting(0, "wsd: length of the final decay.", low=0),
         "final_fraction": Setting(0.1, "Decays end, at the last step of train.num_steps, at peak * this.", low=0.0, high=1.0),
         "b1": _share("First-moment decay (adamw, lion, and muon's Adam part).", 0.9),
@@ -266,10 +267,14 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "data": {
         "paths": Setting(
             ("python_stdlib",),
-            "Text files or folders (searched recursively), or python_stdlib: the source of Python's standard library.",
+            "Text files or folders (searched recursively), or python_stdlib: the source of Python's standard library. On the "
+            "command line a,b; one that contains a comma in quotes within quotes: '\"a,b\",c'.",
+            location=True,
         ),
         "pattern": Setting("*", "Glob for file names inside folders."),
-        "eval_paths": Setting((), "Held-out files or folders; empty: holdout_fraction of the documents of paths."),
+        "eval_paths": Setting(
+            (), "Held-out files or folders; empty: holdout_fraction of the documents of paths.", location=True
+        ),
         "holdout_fraction": _share("Share of documents, chosen by a hash of their text, kept from training.", 0.05),
         "tokenizer": Setting("byte", "byte: ids 0..255 are bytes, 256 is BOS, 257 is EOS.", choices=("byte",)),
         "add_bos": Setting(False, "Begin each document with BOS."),
@@ -280,13 +285,13 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "seq_len_tokens": Setting(256, "Positions per row. Documents are packed into rows, long ones split.", low=2),
         "global_batch_rows": Setting(32, "Rows of one optimizer step over all devices and microbatches.", low=1),
-        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0),
+        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0, high=2**63 - 1),
         "num_workers": Setting(0, "Loader processes; 0 reads in threads.", low=0),
         "prefetch_batches": Setting(2, "Batches read ahead.", low=1),
     },
     "train": {
         "num_steps": Setting(300, "Optimizer steps of the whole run.", low=1),
-        "seed": Setting(0, "Initial weights and dropout.", low=0),
+        "seed": Setting(0, "Initial weights and dropout.", low=0, high=2**32 - 1),
         "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
         "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
         "balance_loss": Setting(
@@ -316,7 +321,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "eval": {
         "every_steps": Setting(100, "Steps between evaluations; 0 evaluates at the end only.", low=0),
         "at_start": Setting(False, "Also evaluate the initial weights, before the first step."),
-        "max_batches": Setting(20, "Held-out batches per evaluation, the same each time; 0 is all.", low=0),
+        "max_rows": Setting(640, "Held-out rows per evaluation, the same each time and on every mesh; 0 is all.", low=0),
     },
     "observe": {
         "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
@@ -331,11 +336,16 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "these that can honour every setting.",
             choices=("auto", "cudnn", "blockwise", "reference"),
         ),
-        "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS."),
+        "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS.", location=True),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
         "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
         "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
-        "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none."),
+        "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none.", location=True),
     },
+}
+
+# What once was a setting, and what to do instead. Files saved by earlier versions are read without it.
+RETIRED = {
+    "eval.max_batches": "batches differ in rows by train.accumulation_steps; set eval.max_rows, which counts rows",
 }

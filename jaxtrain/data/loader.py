@@ -153,25 +153,39 @@ def train_batches(config: ml_collections.ConfigDict, corpus: Corpus, rows: np.nd
 
 
 def eval_batches(config: ml_collections.ConfigDict, corpus: Corpus, rows: np.ndarray) -> Iterator[Batch]:
-    """The held-out rows once, the same each time, at most eval.max_batches batches; nothing without held-out documents.
+    """The first eval.max_rows of the held-out rows once, the same each time; nothing without held-out documents.
 
     Args:
       rows: [b] integers: which rows of an evaluation batch this process gets. Such a batch has
         data.global_batch_rows / train.accumulation_steps rows over all processes; every process gets equally many batches.
 
     Yields:
-      Dicts of int32 [b, T]; rows beyond the last are empty: token 0, target -1, segment 0.
+      Dicts of int32 [b, T]; rows beyond the last are empty: token 0, target -1, segment 0. Which rows are evaluated depends
+      neither on the size of a batch nor on the mesh.
     """
     batch_rows = config.data.global_batch_rows // config.train.accumulation_steps
     rows = _checked(rows, batch_rows)
-    return _eval_batches(corpus.eval, rows, batch_rows, config.eval.max_batches) if corpus.eval else iter(())
+    return _eval_batches(corpus.eval, rows, batch_rows, _eval_rows(config, corpus.eval)) if corpus.eval else iter(())
 
 
-def _eval_batches(packed: packing.Packed, rows: np.ndarray, batch_rows: int, max_batches: int) -> Iterator[Batch]:
-    total = packed.rows_per_epoch
-    count = -(-total // batch_rows)
-    for k in range(min(count, max_batches) if max_batches else count):
-        wanted = k * batch_rows + rows
+def eval_bytes(config: ml_collections.ConfigDict, corpus: Corpus) -> int:
+    """Bytes of text that the targets of an evaluation stand for, over all processes; 0 without held-out documents."""
+    if not corpus.eval:
+        return 0
+    total = 0
+    for rows in np.array_split(np.arange(_eval_rows(config, corpus.eval)), 1 + corpus.eval.num_tokens // 2**20):
+        targets = corpus.eval.rows(rows)["targets"]
+        total += corpus.tokenizer.count_bytes(targets[targets >= 0])
+    return total
+
+
+def _eval_rows(config: ml_collections.ConfigDict, packed: packing.Packed) -> int:
+    return min(packed.rows_per_epoch, config.eval.max_rows or packed.rows_per_epoch)
+
+
+def _eval_batches(packed: packing.Packed, rows: np.ndarray, batch_rows: int, total: int) -> Iterator[Batch]:
+    for start in range(0, total, batch_rows):
+        wanted = start + rows
         batch = packed.rows(np.minimum(wanted, total - 1))
         for key, empty in (("tokens", 0), ("targets", -1), ("segment_ids", 0), ("positions", 0)):
             batch[key][wanted >= total] = empty

@@ -26,6 +26,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
+    def count_bytes(self, ids: np.ndarray) -> int: ...
+
 
 class ByteTokenizer:
     """Ids 0..255 are the bytes of UTF-8, 256 is BOS, 257 is EOS."""
@@ -47,6 +49,10 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; BOS and EOS are dropped, broken byte sequences become U+FFFD."""
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of text that ids stand for: one each, none for BOS and EOS."""
+        return int(np.count_nonzero(ids < 256))
 
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer}

@@ -1,8 +1,8 @@
 """The numbers of a run on disk: metrics.jsonl, TensorBoard events and summary.json in the working directory.
 
-Rows of metrics.jsonl are flat JSON objects with "step" first. A step's number is its index, counted from 0, which is also the
-state's step before it: restored at step k, the run computes step k next. Names that `observe.plot` and `observe.progress` know:
-loss, eval_loss (nats per token), learning_rate, grad_norm, tokens_per_s, mfu, skipped.
+Rows of metrics.jsonl are flat JSON objects with "step" first: optimizer steps done, this one included, so that the first step
+is 1, figures of step k are of what led to the checkpoint of step k, and 0 is the initial weights. Names that `observe.plot` and
+`observe.progress` know: loss, eval_loss (nats per token), learning_rate, grad_norm, tokens_per_s, mfu, skipped.
 
 Only process 0 writes; it creates the writer with `enabled=True`, the others' does nothing.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends rows to metrics.jsonl and, on request, scalars to WORKDIR/tensorboard; each row is on disk when `write` returns.
 
-    Rows of step `resume_step` and later, from before an interruption, are dropped first: the run computes them again.
+    Rows of steps after `resume_step` (0: all), from before an interruption, are dropped first: the run computes them again.
     TensorBoard hides its own by the same rule.
 
     Raises:
@@ -126,7 +126,8 @@ class _Events:
             self._file = self._path.open("xb")
         self._record(file_version="brain.Event:2")
         # TensorBoard discards what earlier files hold at this step and later.
-        self._record(step=resume_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        first = resume_step + 1 if resume_step else 0
+        self._record(step=first, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         scalars = {name: value for name, value in values.items() if value is not None and not isinstance(value, str)}
@@ -144,14 +145,14 @@ class _Events:
             self._file.flush()
 
 
-def _drop_rows(path: pathlib.Path, from_step: int) -> None:
+def _drop_rows(path: pathlib.Path, resume_step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [(_parse(line), line) for line in lines if line.strip()]
     if broken := sum(row is None for row, _ in rows):
         logger.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
-    kept = [line for row, line in rows if row is not None and row["step"] < from_step]
+    kept = [line for row, line in rows if row is not None and row["step"] <= resume_step and resume_step]
     if len(kept) != len(lines) or broken:
         _replace(path, "".join(line + "\n" for line in kept))
 

@@ -10,13 +10,13 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain import runtime
 from jaxtrain.command_line import command, load_config, parser_of
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.observe.progress import setup_logging
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.parity import check, shrink
+from jaxtrain.runtime import compat, startup
 
 log = logging.getLogger("jaxtrain.parity")
 
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> None:
 def _start_devices(small) -> None:
     """Fake devices for the small mesh; where jax runs already (notebooks, tests), the devices that it has."""
     needed = small.runtime.fake_devices
-    if not runtime.compat_devices_started():
-        runtime.initialize(small)
+    if not compat.devices_started():
+        startup.initialize(small)
     if jax.default_backend() != "cpu" or jax.local_device_count() < needed:
         raise UserError(
             f"the small mesh takes {needed} fake CPU devices, JAX already runs {jax.local_device_count()} "

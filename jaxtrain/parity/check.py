@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from jaxtrain import runtime
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
+from jaxtrain.runtime import compat
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program
 
@@ -203,7 +203,7 @@ def _with_sgd(config):
 
 
 def _compile(function, *arguments):
-    return function.lower(*arguments).compile(compiler_options=runtime.run_once_options("cpu"))
+    return function.lower(*arguments).compile(compiler_options=compat.run_once_options("cpu"))
 
 
 def _put(program: Program, weights: dict[str, np.ndarray]) -> Any:

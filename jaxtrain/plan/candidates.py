@@ -17,6 +17,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.config.settings import SETTINGS
 from jaxtrain.config.validate import problems
 from jaxtrain.hardware import flops
+from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.plan import closed_form, compile, roofline
@@ -113,7 +114,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     """
     m, tokens = config.model, config.data.global_batch_rows * config.data.seq_len_tokens
     attention = flops.attention_flops(m, tokens, config.data.seq_len_tokens)
-    products = flops.step_flops(m, tokens, config.data.seq_len_tokens) - attention
+    products = flops.step_flops(inventory.of_model(m), tokens, config.data.seq_len_tokens) - attention
     parameters, share = recomputed(config)
     peak = topology.gpu.bf16_flops * topology.size
     compute = (products + 2 * parameters * tokens) / (RATES.product * peak)

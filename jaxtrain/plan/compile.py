@@ -21,7 +21,6 @@ import jax
 import ml_collections
 from jax.experimental import topologies
 
-from jaxtrain import runtime
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import gpus as hardware
@@ -31,6 +30,7 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parallel.sharding import DescribedHost
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.plan import buffers, hlo
+from jaxtrain.runtime import compat, machine
 from jaxtrain.train.program import Program, build_program
 
 # Autotuning would need a GPU.
@@ -125,7 +125,7 @@ def describe(gpu_name: str, nodes: int, per_node: int) -> list[jax.Device]:
     gpu = hardware.by_key(gpu_name)
     if reason := unavailable():
         raise UserError(reason)
-    if not runtime.compat_devices_started():
+    if not compat.devices_started():
         jax.config.update("jax_platforms", "cpu")
     try:
         found = topologies.get_topology_desc(
@@ -144,7 +144,7 @@ def describe(gpu_name: str, nodes: int, per_node: int) -> list[jax.Device]:
 
 def unavailable() -> str:
     """Why this installation cannot compile for GPUs; "" if it can."""
-    plugin = runtime.cuda_plugin()
+    plugin = machine.cuda_plugin()
     if not plugin:
         return (
             "compiling for GPUs needs jax's CUDA plugin, but no GPU: pip install -e '.[plan]' (Linux on x86-64), "
@@ -174,7 +174,7 @@ def compile_step(
     devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
     started = time.monotonic()
     program = build_program(config, mesh.build(config, devices))
-    with runtime.compat_cudnn_for(topology.gpu.compute_capability):
+    with compat.cudnn_for(topology.gpu.compute_capability):
         lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
     try:
@@ -224,7 +224,7 @@ def _kept_kernels() -> dict[str, Any]:
     Making kernels is two thirds of a compilation and comes after all that a plan reads. Each process has a file of its own,
     which goes when it ends: XLA does not say that several may write one.
     """
-    return runtime.compat_kernel_cache(str(pathlib.Path(_kernel_folder().name) / "kernels"))
+    return compat.kernel_cache(str(pathlib.Path(_kernel_folder().name) / "kernels"))
 
 
 @contextlib.contextmanager

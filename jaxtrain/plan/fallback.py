@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxtrain import runtime
 from jaxtrain.parallel import mesh
 from jaxtrain.plan import closed_form, communication, compile, facts, hlo, roofline, timeline
 from jaxtrain.plan.communication import Communication
 from jaxtrain.plan.study import Plan, about
+from jaxtrain.runtime import compat
 from jaxtrain.train.program import Program, build_program
 
 MAX_DEVICES = 256  # that one process pretends to have
@@ -60,7 +60,7 @@ def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
 
 
 def _have_devices(count: int) -> bool:
-    if not runtime.compat_devices_started():
+    if not compat.devices_started():
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     return len(jax.devices("cpu")) >= count

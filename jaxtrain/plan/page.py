@@ -130,7 +130,7 @@ def _cards(plan: Plan) -> str:
         cards += [
             ("", f"{1e3 * t.step_s:,.0f} ms", f"a step, ±{100 * ERROR_BAND:.0f}%"),
             ("", quantity(plan.tokens_per_s), "tokens/s"),
-            ("", percent(plan.mfu), "MFU, causal half counted"),
+            ("", percent(plan.mfu), f"MFU{plan.mfu_of}, causal half counted"),
             ("", f"{1e3 * t.exposed_s:,.1f} ms", f"exposed of {1e3 * t.communication_s:,.0f} ms communication"),
             *([("", f"{1e3 * t.bubble_s:,.0f} ms", "waiting for other stages")] if plan.schedule else []),
             ("", percent(plan.recomputed_flops), "FLOPs beyond the model's"),

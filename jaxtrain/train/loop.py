@@ -1,12 +1,14 @@
 """The training run: from a config and a workdir to a trained model, continuing where an earlier run stopped.
 
-Step k's metrics are read after step k + 1 has been launched, so the devices never wait for the host. Process 0 alone
-writes and prints.
+Steps count from 1, everywhere that a number is shown: step k turns the state after k - 1 steps into that after k, which is
+what the checkpoint of step k holds and the evaluation of step k measures; step 0 is the initial weights. Step k's metrics are
+read after step k + 1 has been launched, so the devices never wait for the host. Process 0 alone writes and prints.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 import pathlib
@@ -19,10 +21,10 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
-from jaxtrain import runtime
+from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
-from jaxtrain.data.loader import Corpus, eval_batches, load_corpus, train_batches
+from jaxtrain.data.loader import Corpus, eval_batches, eval_bytes, load_corpus, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
@@ -32,7 +34,8 @@ from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.train.evaluation import evaluate
+from jaxtrain.runtime import machine, startup
+from jaxtrain.train.evaluation import describe, evaluate
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 from jaxtrain.train.state import TrainState
@@ -49,10 +52,15 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
-    runtime.initialize(config)
-    setup_logging(jax.process_index())
-    require_valid(config, jax.device_count())
-    _prepare(workdir)
+    with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+        startup.initialize(config)
+        setup_logging(jax.process_index())
+        require_valid(config, jax.device_count())
+        return _train(config, workdir, lock, started)
+
+
+def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
+    """`run` from where devices are there on, in a workdir that is this run's alone."""
     corpus = load_corpus(config)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
@@ -75,7 +83,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         if first_process:
             configs.save(resolved, workdir / "config.json")
         with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
-            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start)
+            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start, lock)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -95,16 +103,24 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int):
+    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int, lock):
         self.config, self.program, self.corpus = config, program, corpus
         self.checkpointer, self.writer, self.step_compiled, self.start = checkpointer, writer, step_compiled, start
+        self.lock = lock
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
-        self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
-        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
+        self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
+        fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
+        self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
+        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
+
+    @functools.cached_property
+    def eval_bytes(self) -> int:
+        """Bytes of text behind the held-out targets, counted at the first evaluation."""
+        return eval_bytes(self.config, self.corpus)
 
     def train(self, state: TrainState) -> TrainState:
         """All steps that are left; evaluates and saves when due and at the end."""
@@ -113,25 +129,29 @@ class _Session:
             log.info("All %d steps are done already (train.num_steps); nothing to train", num_steps)
             return state
         if config.eval.at_start and not self.start:
-            self._evaluate(state, -1)
+            self._evaluate(state, 0)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        observe = config.observe
         bar = Progress(
-            num_steps, self.start, config.train.log_every_steps, bar=observe.progress_bar, enabled=jax.process_index() == 0
+            num_steps,
+            self.start,
+            config.train.log_every_steps,
+            bar=config.observe.progress_bar,
+            enabled=jax.process_index() == 0,
+            peak_of="fp8" if self.product_dtype == "fp8" else "",
         )
         try:
             with bar:
                 pending = None  # the step launched last, whose metrics are still on the devices
-                for step in range(self.start, num_steps):
+                for step in range(self.start + 1, num_steps + 1):
                     batch = self.program.put_batch(next(batches))
-                    rate = np.float32(learning_rate(config, step))
+                    rate = np.float32(learning_rate(config, steps_done=step - 1))
                     state, metrics = self.step_compiled(state, batch, rate)
                     if pending:
                         self._finish(*pending, bar)
                     pending = (step, metrics)
-                    done, last = step + 1, step + 1 == num_steps
-                    evaluate_now = last or (config.eval.every_steps and done % config.eval.every_steps == 0)
-                    save_now = self.checkpointer.should_save(done, last)
+                    last = step == num_steps
+                    evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
+                    save_now = self.checkpointer.should_save(step, last)
                     if evaluate_now or save_now:
                         self._finish(*pending, bar)
                         pending = None
@@ -139,7 +159,8 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     if save_now:
-                        self.checkpointer.save(done, state, self.facts)
+                        self.lock.require_held()
+                        self.checkpointer.save(step, state, self.facts)
         finally:
             batches.close()
         self.checkpointer.wait()
@@ -161,8 +182,8 @@ class _Session:
             )
         limit = self.config.optimizer.max_nonfinite_steps
         stop = metrics["skipped_in_row"] >= limit
-        done, every = step + 1, self.config.train.log_every_steps
-        if done % every == 0 or done == self.config.train.num_steps or step == self.start or stop:
+        every = self.config.train.log_every_steps
+        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or stop:
             rate = self.throughput.recent()
             shown = {
                 "loss": metrics["loss"],
@@ -176,9 +197,9 @@ class _Session:
             if rate:
                 shown |= {"tokens_per_s": rate, "mfu": self._mfu(rate)}
             self.writer.write(step, shown)
-            bar.update(done, shown)
+            bar.update(step, shown)
         else:
-            bar.update(done)
+            bar.update(step)
         if stop:
             raise UserError(
                 f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
@@ -191,9 +212,9 @@ class _Session:
         if self.corpus.eval is None:
             return
         batches = eval_batches(self.config, self.corpus, self.program.eval_rows())
-        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches)
+        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes)
         if self.last_eval:
-            log.info("Step %d: held-out loss %.4f nats per token", step + 1, self.last_eval["eval_loss"])
+            log.info("Step %d: %s", step, describe(self.last_eval))
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
 
@@ -209,23 +230,27 @@ class _Session:
             "started_from_step": self.start,
             "final_loss": self.last_metrics.get("loss"),
             "final_eval_loss": self.last_eval.get("eval_loss"),
+            "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
+            "final_eval_bits_per_byte": self.last_eval.get("eval_bits_per_byte"),
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
+            "mfu_peak_dtype": self.product_dtype,
+            "mfu_peak_flops": self.peak_flops,
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
-            "parameters": sum(flops.parameter_count(self.config.model).values()),
+            "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
-            "devices": runtime.devices_summary(),
-            "versions": runtime.versions(),
+            "devices": machine.devices_summary(),
+            "versions": machine.versions(),
         }
 
     def _of_experts(self) -> dict[str, Any]:
         """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
         if not self.config.model.num_experts:
             return {}
-        found = {"active_parameters": flops.active_count(self.config.model)}
+        found = {"active_parameters": self.program.inventory.active_count}
         if "expert_load" in self.last_metrics:
             found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
         return found
@@ -239,24 +264,13 @@ def peak_memory_bytes() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process 0, resident"
 
 
-def _prepare(workdir: pathlib.Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            probe = workdir / ".writable.tmp"
-            probe.write_text("")
-            probe.unlink()
-    except OSError as error:
-        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror or error}); choose another folder") from error
-
-
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    count = sum(flops.parameter_count(config.model).values())
-    log.info("Machine: %s", runtime.devices_summary())
-    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
-    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
+    log.info("Machine: %s", machine.devices_summary())
+    count = f"{program.inventory.count:,}"
+    active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 

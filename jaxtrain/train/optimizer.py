@@ -17,6 +17,7 @@ import ml_collections
 import optax
 
 from jaxtrain.parallel.parameters import MATRICES
+from jaxtrain.parallel.scopes import OPTIMIZER
 from jaxtrain.parallel.sharding import is_dims
 from jaxtrain.remat.activations import STATE_GROUPS
 from jaxtrain.remat.policy import on_device
@@ -45,18 +46,18 @@ _STATE_ARRAYS = {
 _REPLICATED = ("ns_coeffs",)  # arrays of optimizer states that belong to no weight: Muon's polynomial
 
 
-def learning_rate(config: ml_collections.ConfigDict, step: int) -> float:
-    """The rate that optimizer step `step` (0 is the first) applies.
+def learning_rate(config: ml_collections.ConfigDict, steps_done: int) -> float:
+    """The rate of the optimizer step that follows `steps_done` others: of step k = steps_done + 1, 1 being the first.
 
-    Warm-up: peak * (step + 1) / warmup_steps, so that step 0 moves and step warmup_steps - 1 has the peak. After it, with
-    progress p from 0 at step warmup_steps to 1 at the last step, num_steps - 1: cosine and linear fall from the peak to
+    Warm-up: peak * k / warmup_steps, so that step 1 moves and step warmup_steps has the peak. After it, with progress p from
+    0 at step warmup_steps + 1 to 1 at the last step, num_steps: cosine and linear fall from the peak to
     peak * final_fraction; constant stays; wsd stays, then falls linearly during the last decay_steps to the same end.
     Steps after the last keep its value.
     """
-    c, last = config.optimizer, config.train.num_steps - 1
-    if step < c.warmup_steps:
-        return c.learning_rate * (step + 1) / c.warmup_steps
-    start = last + 1 - c.decay_steps if c.schedule == "wsd" else c.warmup_steps
+    c, step, last = config.optimizer, steps_done + 1, config.train.num_steps
+    if step <= c.warmup_steps:
+        return c.learning_rate * step / c.warmup_steps
+    start = last - c.decay_steps + 1 if c.schedule == "wsd" else c.warmup_steps + 1
     # wsd's first decaying step is below the peak already; cosine and linear have the peak at their first step.
     offset = 1 if c.schedule == "wsd" else 0
     progress = min(max((step - start + offset) / max(last - start + offset, 1), 0.0), 1.0)
@@ -201,6 +202,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
     that the device never holds those of all.
     """
 
+    @jax.named_scope(OPTIMIZER)
     def update(optimizer, finite, rate, grads, params, state):
         updates, new_state = optimizer.update(grads, state, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
@@ -215,6 +217,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
     def is_tree(node):
         return isinstance(node, dict) and set(node) <= names
 
+    @jax.named_scope(OPTIMIZER)
     def one_by_one(finite, rate, grads, params, state):
         done, before = (params, state), finite
         for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtrain.model.attention.blockwise import Settings
 from jaxtrain.model.attention.mask import Positions, visible
 from jaxtrain.model.attention.merge import halves, join, merge
-from jaxtrain.runtime import compat_cudnn_attention, compat_cudnn_attention_backward
+from jaxtrain.runtime.compat import cudnn_attention, cudnn_attention_backward
 
 SQUARE = 1024  # largest piece on the diagonal that gets a mask
 
@@ -48,7 +48,7 @@ def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Set
 def _triangle(q, k, v, segments, scale):
     """Causal attention of positions to each other: (output, log-sum-exp)."""
     if _is_square(q.shape[1]):
-        out, lse = compat_cudnn_attention(_heads(q), k, v, _mask(segments), None, scale)
+        out, lse = cudnn_attention(_heads(q), k, v, _mask(segments), None, scale)
         return _where(segments > 0, out.reshape(q.shape), _grouped(lse, q))
     first, late = halves(_unfold(_triangle(*_fold((q, k, v, segments)), scale)))
     (_, queries), (early, _), (early_segments, late_segments) = halves(q), halves((k, v)), halves(segments)
@@ -75,7 +75,7 @@ def _is_square(length):
 def _rectangle(q, k, v, query_segments, key_segments, scale):
     """Attention of queries to keys that are all before them: (output, log-sum-exp)."""
     seen_by, _, lengths = _shared(query_segments, key_segments)
-    out, lse = compat_cudnn_attention(_heads(q), k[:, ::-1], v[:, ::-1], None, lengths, scale)
+    out, lse = cudnn_attention(_heads(q), k[:, ::-1], v[:, ::-1], None, lengths, scale)
     return _where(seen_by, out.reshape(q.shape), _grouped(lse, q))
 
 
@@ -103,7 +103,7 @@ def _shared(query_segments, key_segments):
 def _gradients(rows, k, v, mask, lengths, scale):
     q, out, lse, g = rows
     lse = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 1, 2)  # [B, N, T]
-    dq, dk, dv = compat_cudnn_attention_backward(_heads(q), k, v, mask, lengths, scale, lse, _heads(out), _heads(g))
+    dq, dk, dv = cudnn_attention_backward(_heads(q), k, v, mask, lengths, scale, lse, _heads(out), _heads(g))
     return dq.reshape(q.shape).astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
 
 

@@ -1,0 +1,85 @@
+"""Every difference between the versions of JAX that are supported (0.10.2 to 0.12), and every name of JAX that is not public.
+
+No other module looks at a version of JAX or imports from jax._src.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def devices_started() -> bool:
+    """Whether JAX has started its devices, after which platform and device count are fixed. JAX has no public name for it."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def run_once_options(platform: str) -> dict[str, object]:
+    """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
+    return {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+
+
+def kernel_cache(file: str) -> dict[str, Any]:
+    """Compiler options by which XLA keeps GPU kernels in a file and takes them from there. Later versions always make them one
+    by one, which is needed for it."""
+    one_by_one = {"xla_gpu_enable_llvm_module_compilation_parallelism": True} if jax.__version_info__ < (0, 11) else {}
+    return {"xla_gpu_kernel_cache_file": file} | one_by_one
+
+
+def cudnn_attention(q, k, v, mask, lengths, scale: float):
+    """cuDNN flash attention with its log-sum-exp, not to be differentiated.
+
+    jax's public function rounds the log-sum-exp to q's dtype, and its gradient knows no log-sum-exp but its own.
+
+    Args:
+      q [B, T, N, H], k and v [B, S, K, H] bfloat16; mask [B, 1, T, S] bool or None; lengths: None, or int32 [B] each, how many
+        of the queries and of the keys, from the first on, are looked at. Others' results are undefined.
+
+    Returns: output like q, and log-sum-exp [B, N, T] float32.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask_type = cudnn.MaskType.PADDING if lengths else cudnn.MaskType.NO_MASK
+    counts = dict(zip(("q_seqlen", "kv_seqlen"), lengths or (None, None), strict=True))
+    return cudnn.dot_product_attention(q, k, v, mask=mask, scale=scale, mask_type=mask_type, return_residual=True, **counts)
+
+
+def cudnn_attention_backward(q, k, v, mask, lengths, scale: float, lse, out, g):
+    """Gradients by q, k and v of attention to all keys, of which k and v are some.
+
+    Args: as of `cudnn_attention`; lse [B, N, T], out and its gradient g [B, T, N, H]: of attention to all keys.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    unused = jax.numpy.zeros(0, q.dtype)
+    bias = unused if mask is None else cudnn.combine_bias_and_mask(None, mask, q.dtype)
+    counts = lengths or (unused, unused)
+    settings = dict(scale=scale, seed=42, dropout_rate=0.0, variadic_args=(mask is not None, False), sliding_window_length=None)
+    settings["mask_type"] = cudnn.MaskType.PADDING if lengths else cudnn.MaskType.NO_MASK
+    settings["layout"] = cudnn.AttentionLayout.BTNH.value
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # since jax 0.12
+        settings["score_mod"] = None
+    arguments = (q, k, v, bias, *counts, unused, unused, unused, unused, lse, out, g)
+    return cudnn._dot_product_attention_bwd_p_wrapper.bind(*arguments, **settings)[:3]
+
+
+@contextlib.contextmanager
+def cudnn_for(compute_capability: str) -> Iterator[None]:
+    """Within it, jax asks of cuDNN's attention what a GPU of this capability can do, though there is none here."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    def numbers(text):
+        return tuple(map(int, text.split(".")))
+
+    before = cudnn.check_compute_capability
+    cudnn.check_compute_capability = lambda wanted: numbers(compute_capability) >= numbers(wanted)
+    try:
+        yield
+    finally:
+        cudnn.check_compute_capability = before

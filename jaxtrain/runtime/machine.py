@@ -1,0 +1,80 @@
+"""What this machine is: processor, GPUs, installed versions, and one line that says so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "numpy")
+CUDA_PLUGINS = {"cuda13": "jax_cuda13_plugin", "cuda12": "jax_cuda12_plugin"}  # extra of this package: module it brings
+
+
+def cuda_plugin() -> str:
+    """Name and version of JAX's CUDA plugin, "" when it is not installed."""
+    for extra, module in CUDA_PLUGINS.items():
+        if importlib.util.find_spec(module):
+            return f"jax-{extra}-plugin {_version(f'jax-{extra}-plugin') or '?'}"
+    return ""
+
+
+def nvidia_gpus() -> list[str]:
+    """Names of the GPUs that the NVIDIA driver shows, whether or not JAX can use them; [] without a driver."""
+    if not (command := shutil.which("nvidia-smi")):
+        return []
+    try:
+        query = [command, "--query-gpu=name", "--format=csv,noheader"]
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return result.stdout.split("\n")[:-1] if result.returncode == 0 else []
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes; absent ones are left out."""
+    found = {name: _version(name) for name in ("jaxtrain", *PACKAGES)}
+    found = {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
+    if plugin := cuda_plugin():
+        found["cuda_plugin"] = plugin
+    return found
+
+
+def devices_summary() -> str:
+    """One line for logs and reports: how many devices of which kind, in how many processes, on which processor."""
+    devices, processes = jax.devices(), jax.process_count()
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        fake = "fake " if jax.local_device_count() > 1 else ""
+        kind = f"{fake}CPU device{'s' if len(devices) > 1 else ''} on {cpu_name()}, {usable_cores()} cores"
+    return f"{len(devices)} x {kind}, {processes} process{'es' if processes > 1 else ''}"
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may use; a container often has fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,175 @@
+"""Process start-up: platform, fake devices, compile cache, connecting to the other processes.
+
+Owns everything that must happen before JAX touches a device, and the check that the wished-for device is really there. Which
+device does what is the mesh's; starting processes on a cluster is the launcher's (scripts/launch_local.py on one machine).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pathlib
+import threading
+import time
+
+import jax
+
+from jaxtrain.config import ConfigError
+from jaxtrain.errors import UserError
+from jaxtrain.runtime import compat, machine
+from jaxtrain.runtime.cluster import Processes, find_processes
+
+log = logging.getLogger("jaxtrain.runtime")
+
+# Fake devices are threads; on few cores one may reach a collective minutes after another. XLA aborts after 40 s by default.
+CPU_XLA_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1800,
+}
+
+
+def initialize(config) -> None:
+    """Sets JAX up as `config.runtime` says and starts its devices. Call it before anything else uses JAX; twice is harmless.
+
+    Raises:
+      ConfigError: settings or JAX_* variables that contradict each other, or of which one is missing.
+      UserError: the machine has not what is asked for (a GPU, the other processes, a writable cache folder).
+    """
+    settings = config.runtime
+    processes = find_processes(settings)
+    _choose_platform(settings)
+    _use_compile_cache(settings.compile_cache_dir)
+    if processes.count > 1 and not jax.distributed.is_initialized():
+        _connect(processes, settings.init_timeout_s)
+    _start_devices(settings)
+    _warn_of_idle_gpus()
+
+
+def _choose_platform(settings) -> None:
+    fake, wish = settings.fake_devices, settings.platform
+    if fake and wish == "gpu":
+        raise ConfigError(
+            [f"runtime.fake_devices={fake}: only for CPU, but runtime.platform=gpu; set one of them back to 0 or auto"]
+        )
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    if wish == "gpu" and asked and not {"cuda", "gpu"} & set(asked.split(",")):
+        raise ConfigError([f"runtime.platform=gpu: but the environment has JAX_PLATFORMS={asked}; unset it"])
+    if wish == "gpu" and not machine.cuda_plugin():
+        raise UserError(
+            "runtime.platform=gpu: JAX is installed without CUDA. Install the extra for your driver (the CUDA version in "
+            "nvidia-smi's first lines): pip install -e '.[cuda12]' or '.[cuda13]'; or set runtime.platform=cpu"
+        )
+    if compat.devices_started():
+        count = jax.local_device_count()
+        if fake and (jax.default_backend() != "cpu" or count != fake):
+            raise UserError(
+                f"runtime.fake_devices={fake}: JAX already runs {count} {jax.default_backend()} device(s) in this process; "
+                "that number is fixed once JAX has started: use a new process"
+            )
+        return
+    if wish == "gpu":
+        jax.config.update("jax_platforms", "cuda")
+    elif wish == "cpu" or fake:  # fake devices are CPU devices, whatever else the machine has
+        jax.config.update("jax_platforms", "cpu")
+    if fake:
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "xla_force_host_platform_device_count" in flags:
+            raise ConfigError(
+                [f"runtime.fake_devices={fake}: XLA_FLAGS also sets xla_force_host_platform_device_count; remove it there"]
+            )
+        jax.config.update("jax_num_cpu_devices", fake)
+        extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
+
+
+def _use_compile_cache(folder: str) -> None:
+    if not folder:
+        return
+    path = pathlib.Path(folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"runtime.compile_cache_dir={folder}: cannot be made: {error.strerror}: {error.filename}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"runtime.compile_cache_dir={folder}: not writable by this user")
+    jax.config.update("jax_compilation_cache_dir", str(path))
+
+
+def _connect(processes: Processes, timeout_s: int) -> None:
+    """Joins the other processes. JAX's own time limit aborts the process with a stack trace, so it is kept out of reach."""
+    if jax.config.jax_cpu_collectives_implementation not in ("gloo", "mpi"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    failure: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            jax.distributed.initialize(*processes, initialization_timeout=timeout_s + 3600)
+        except BaseException as error:  # handed to the main thread below
+            failure.append(error)
+
+    where = f"process {processes.index} of {processes.count}, coordinator {processes.coordinator}"
+    log.info("waiting for the other processes (%s, at most %d s)", where, timeout_s)
+    started = time.monotonic()
+    thread = threading.Thread(target=join, name="jax.distributed", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        cause = (
+            f"not all of the other {processes.count - 1} process(es) connected: see their logs; can they reach this address?"
+            if processes.index == 0
+            else "process 0 is not there, not reachable at this address, or itself waits for others"
+        )
+        raise UserError(f"{where}: start-up not complete after {timeout_s} s (runtime.init_timeout_s): {cause}")
+    if failure:
+        raise UserError(f"{where}: {str(failure[0]).strip() or type(failure[0]).__name__}") from failure[0]
+    log.info("connected %d processes in %.1f s", processes.count, time.monotonic() - started)
+
+
+def _start_devices(settings) -> None:
+    logging.getLogger("jax._src.xla_bridge").addFilter(_plugin_errors)
+    try:
+        backend = jax.default_backend()
+        jax.devices()
+    except Exception as error:
+        reason = _plugin_errors.reason or (str(error).strip() or type(error).__name__).splitlines()[0]
+        if settings.platform == "gpu":
+            raise UserError(
+                "runtime.platform=gpu: JAX found no usable GPU. Does nvidia-smi list one, is its CUDA version at least that "
+                f"of the plugin {machine.cuda_plugin()}, and is CUDA_VISIBLE_DEVICES right? ({reason})"
+            ) from error
+        raise UserError(f"runtime.platform={settings.platform}: JAX could not start its devices: {reason}") from error
+    if settings.platform in ("cpu", "gpu") and backend != settings.platform:
+        raise UserError(
+            f"runtime.platform={settings.platform}: JAX already runs on {backend} in this process; use a new process"
+        )
+
+
+class _PluginErrors(logging.Filter):
+    """Keeps JAX from printing a stack trace for a plugin that does not start (always so without a GPU); keeps the reasons."""
+
+    reason = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("Jax plugin configuration error") or not record.exc_info:
+            return True
+        self.reason = "; ".join(filter(None, [self.reason, str(record.exc_info[1])]))
+        return False
+
+
+_plugin_errors = _PluginErrors()
+
+
+@functools.cache
+def _warn_of_idle_gpus() -> None:
+    """Once per process: a GPU that JAX cannot use is nearly always an installation without the CUDA extra."""
+    asked = str(jax.config.jax_platforms or "")
+    if asked == "cpu" or jax.default_backend() != "cpu" or not (gpus := machine.nvidia_gpus()):
+        return
+    plugin = machine.cuda_plugin()
+    cure = (
+        f"{plugin} did not start ({_plugin_errors.reason or 'no reason given'}): does the driver fit its CUDA version?"
+        if plugin
+        else "JAX is installed without CUDA: pip install -e '.[cuda12]' or '.[cuda13]'"
+    )
+    log.warning("this machine has %d GPU(s) (%s), but JAX runs on the CPU: %s", len(gpus), gpus[0], cure)
