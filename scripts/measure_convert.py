@@ -2,8 +2,8 @@
 
     python scripts/measure_convert.py --gigabytes=2 --folder=/tmp/measure
 
-Each conversion is a process of its own, on one CPU device; its peak is its largest resident memory, which counts what it maps of
-files too. "Above the shards" is what is left after the float32 weights and what a process has that only imports JAX.
+Each conversion is a process of its own, on one CPU device; its peak is its largest resident memory, which counts what it maps
+of files too. "Above the shards" is what is left after the float32 weights and what a process has that only imports JAX.
 """
 
 from __future__ import annotations

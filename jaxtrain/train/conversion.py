@@ -7,11 +7,11 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.hf import carried, reading, writing
 from jaxtrain.checkpoint.manager import Checkpointer
-from jaxtrain.checkpoint.manager import _gather as gather
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.observe.progress import setup_logging
@@ -40,7 +40,10 @@ def import_folder(hf: pathlib.Path, workdir: pathlib.Path, overrides: Overrides,
         checkpointer.save(0, {"params": model.params}, {LAYER_ORDER: program.layer_order})
     if jax.process_index() == 0:
         carried.keep(reading.open_source(hf), workdir)
-        configs.save(program.config, workdir / "config.json")
+        config = program.config.copy_and_resolve_references().unlock()
+        if config.data.tokenizer == str(hf):
+            config.data.tokenizer = str((workdir / carried.FOLDER).absolute())
+        configs.save(config, workdir / "config.json")
     gather("")
     log.info("Wrote %s: the weights of %s as step 0; --config.checkpoint.init_from=%s trains from them", workdir, hf, workdir)
 
@@ -66,3 +69,15 @@ def export_run(
     log.info("Wrote %s: step %d as %s", hf, model.step, what)
     if not dtype and prepared.narrower:
         log.info("Its weights came in %s, which would round them now; --dtype=%s halves the size", *[prepared.narrower] * 2)
+
+
+def gather(text: str) -> list[str]:
+    """Every process's text, in order of process, on every process; also a barrier."""
+    if jax.process_count() == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+
+    row = np.zeros(1 << 14, np.uint8)
+    data = np.frombuffer(text.encode()[: row.size], np.uint8)
+    row[: data.size] = data
+    return [bytes(found).rstrip(b"\0").decode(errors="replace") for found in multihost_utils.process_allgather(row)]

@@ -53,6 +53,7 @@ def config_of(
     if reading.is_folder(path):
         config = configs.default_config().unlock()
         config.model.update(config_json.model_section(config_json.read(path), f"{path}/{config_json.NAME}")[1])
+        config.data.update(config_json.data_settings(path))
         config.data.seq_len_tokens = min(config.data.seq_len_tokens, config.model.max_len_tokens)
     elif (path / "config.json").is_file():
         config = configs.without_locations(configs.read(path / "config.json")).unlock()
