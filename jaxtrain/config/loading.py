@@ -72,7 +72,16 @@ def load(
     Raises:
       ConfigError: with every unknown key, wrong type and value out of range found in the file and the overrides.
     """
-    config = _run_file(*path.partition(":")[::2]) if path else default_config().unlock()
+    tree = _run_file(*path.partition(":")[::2]) if path else default_config().unlock()
+    return override(tree, overrides, cross_check)
+
+
+def override(
+    config: ml_collections.ConfigDict,
+    overrides: Iterable[tuple[str, Any]] = (),
+    cross_check: Callable[[ml_collections.ConfigDict], list[str]] = lambda config: [],
+) -> ml_collections.ConfigDict:
+    """Applies overrides to an open config, checks every key, and locks it; arguments and errors of `load`."""
     unknown = _unknown_keys(config)
     wrong = []
     for key, value in overrides:
