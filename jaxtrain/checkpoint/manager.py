@@ -275,7 +275,8 @@ def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, facts_expected
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(
             f"the checkpoint {folder} does not fit this run:\n{lines}\nNothing was changed. To continue that run, give it "
-            "the settings and data it was started with; for another run choose another --workdir."
+            "the settings and data it was started with (or data.on_change=continue, to go on with other data); for another run "
+            "choose another --workdir."
         )
 
 

@@ -42,6 +42,8 @@ class Mixture:
           UserError: rows are used up before the end.
         """
         self.names = list(sources)
+        most = [own.max_epochs for own in sources.values()]
+        self.facts = {"sources": self.names, "weights": weights(dict(sources)), "max_epochs": most}
         limits = [count * own.max_epochs or None for count, own in zip(rows, sources.values(), strict=True)]
         end = num_steps * batch_rows
         self._stretches: list[_Stretch] = []

@@ -23,6 +23,7 @@ from jaxtrain.parallel.scopes import LOSS
 from jaxtrain.parallel.sharding import VOCAB_AXES, Layout
 
 IGNORE = -1  # a target of -1: this position has none
+SOURCE_BIT = 24  # where data come from several sources, a target has the number of its row's source from this bit on
 
 
 class LossSums(NamedTuple):
@@ -32,6 +33,7 @@ class LossSums(NamedTuple):
     cross_entropy: jax.Array  # plain negative log-likelihood in nats; carries no gradient
     targets: jax.Array  # how many
     routing: Any = ()  # `router.Routing` of mixtures of experts
+    sources: Any = ()  # [sources, 2] cross-entropy and targets of each, where data come from several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class LossSettings:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     softcap: float = 0.0
+    sources: int = 0  # how many are told apart; 0: targets are ids alone
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -50,7 +53,8 @@ def cross_entropy(x: jax.Array, head: Weight, targets: jax.Array, layout: Layout
     """This device's loss sums of final activations against the head.
 
     Args:
-      x [B, t, D] in compute dtype, the same on all stages; head [D, V]; targets [B, T] int32, -1 for none.
+      x [B, t, D] in compute dtype, the same on all stages; head [D, V]; targets [B, T] int32, -1 for none, with
+        sources from `SOURCE_BIT` on if `settings.sources`.
 
     Gradients flow from `objective` alone. The sums are those of this device's tokens: equal on the devices of `pipeline` and
     `tensor`, to be added up over `sharding.TOKEN_AXES`.
@@ -75,7 +79,7 @@ cross_entropy.defvjp(_forward, _backward)
 @jax.named_scope(LOSS)
 def _run(x, head, targets, layout, settings, with_gradients):
     """All chunks: (LossSums, dx [B, t, D], this device's head gradient [D, V]), the last two only if asked for."""
-    matrix, tokens, width = head.value, targets.size, x.shape[-1]
+    matrix, tokens, width, sources = head.value, targets.size, x.shape[-1], settings.sources
     chunk = min(settings.chunk_tokens, tokens)
     count = -(-tokens // chunk)
     fill = count * chunk - tokens
@@ -84,19 +88,25 @@ def _run(x, head, targets, layout, settings, with_gradients):
     ys = jnp.pad(targets.reshape(tokens), (0, fill), constant_values=IGNORE).reshape(count, chunk)
 
     def one(carry, chunk_of):
-        (objective, nll, dhead), (x, y) = carry, chunk_of
+        (objective, nll, dhead, by_source), (x, y) = carry, chunk_of
+        if sources:
+            owner, y = y >> SOURCE_BIT, jnp.where(y == IGNORE, IGNORE, y & (1 << SOURCE_BIT) - 1)  # -1 >> 24 is -1
         chunk_objective, chunk_nll, dlogits = _chunk(x, y, matrix, layout, settings)
+        if sources:
+            of = (owner[:, None] == jnp.arange(sources)).astype(jnp.float32)
+            by_source = by_source + jnp.stack([chunk_nll @ of, of.sum(0)], -1)
         dx = None
         if with_gradients:
             dlogits = dlogits.astype(x.dtype)
             dx = jnp.einsum("cv,dv->cd", dlogits, matrix)  # of this device's part of the vocabulary
             dhead = dhead + jnp.einsum("cd,cv->dv", x, dlogits, preferred_element_type=jnp.float32)
-        return (objective + chunk_objective, nll + chunk_nll, dhead), dx
+        return (objective + chunk_objective, nll + jnp.sum(chunk_nll), dhead, by_source), dx
 
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros(matrix.shape, jnp.float32) if with_gradients else None)
-    (objective, nll, dhead), dx = jax.lax.scan(one, start, (xs, ys))
-    sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32))
+    by_source = jnp.zeros((sources, 2), jnp.float32) if sources else ()
+    start = (zero, zero, jnp.zeros(matrix.shape, jnp.float32) if with_gradients else None, by_source)
+    (objective, nll, dhead, by_source), dx = jax.lax.scan(one, start, (xs, ys))
+    sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32), sources=by_source)
     if not with_gradients:
         return sums, None, None
     dx = dx.reshape(count * chunk, width)[:tokens].reshape(*targets.shape, width)
@@ -104,7 +114,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
 
 def _chunk(x, y, matrix, layout, settings):
-    """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V] in float32."""
+    """Objective sum and cross-entropy of each token of one chunk [c, D], and d objective / d logits [c, V] in float32."""
     logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap)
     ids = place(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
@@ -125,4 +135,4 @@ def _chunk(x, y, matrix, layout, settings):
         objective = (1.0 - smoothing) * nll + smoothing * (log_z - mean_logit)
         dlogits = dlogits - smoothing / settings.vocab_size * real
     objective = objective + settings.z_loss * log_z**2
-    return jnp.sum(objective * weight), jnp.sum(nll * weight), dlogits * slope * weight[:, None]
+    return jnp.sum(objective * weight), nll * weight, dlogits * slope * weight[:, None]

@@ -55,11 +55,15 @@ def device_functions(
     """
     model = config.model
     plain = LossSettings(model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap)
-    trained = dataclasses.replace(plain, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
+    sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
+    trained = dataclasses.replace(
+        plain, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing, sources=sources
+    )
     dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
     layers_with_experts = model.num_layers - model.dense_first_layers
     zero = jnp.zeros((), jnp.float32)
-    no_sums = LossSums(zero, zero, zero, nothing(layers_with_experts, model.num_experts) if model.num_experts else ())
+    no_routing = nothing(layers_with_experts, model.num_experts) if model.num_experts else ()
+    no_sums = LossSums(zero, zero, zero, no_routing, jnp.zeros((sources, 2), jnp.float32) if sources else ())
     rows = config.data.global_batch_rows // config.train.accumulation_steps  # of a microbatch, over all devices
 
     def leaves(weights, slots=None, earlier=None, last=True, ready=None):
@@ -160,7 +164,7 @@ def device_functions(
             return jax.tree.map(jnp.add, sums, end(decoder, x, rows["targets"], plain))
 
         if table:
-            sums = pipeline.forward(layout, stages, add, weights, batch, no_sums._replace(routing=()))
+            sums = pipeline.forward(layout, stages, add, weights, batch, no_sums._replace(routing=(), sources=()))
         else:
             final = hidden(merge(leaves(weights)), batch)
             sums = cross_entropy(final.x, final.head, batch["targets"], layout, plain)
@@ -189,8 +193,8 @@ def device_functions(
 
 def _sum_over_devices(sums: LossSums, layout: Layout) -> LossSums:
     """Sums over all tokens: losses are equal on the devices of `tensor`, sums of a router perhaps not."""
-    losses = psum(layout, sums[:3], *TOKEN_AXES)
-    return LossSums(*losses, balance.total(sums.routing, layout) if sums.routing else ())
+    losses, sources = psum(layout, (sums[:3], sums.sources), *TOKEN_AXES)
+    return LossSums(*losses, balance.total(sums.routing, layout) if sums.routing else (), sources)
 
 
 def _norm(layout: Layout, squares: Any, dims: Any) -> jax.Array:

@@ -26,6 +26,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
+from jaxtrain.data.metrics import DataMetrics
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
@@ -38,7 +39,7 @@ from jaxtrain.plan import preflight
 from jaxtrain.runtime import machine, startup
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
-from jaxtrain.train.program import LAYER_ORDER, Program, build_program
+from jaxtrain.train.program import LAYER_ORDER, Program, build_program, with_sources
 from jaxtrain.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
             compiling = pool.submit(_compile_step, program)
             if config.runtime.check_memory:
                 preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
-            restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
+            restored = checkpointer.restore_newest(program.abstract_state, _expected(config, corpus))
             state, facts, start = restored or (program.init(config.train.seed), None, 0)
             if restored:
                 state = program.in_own_order(state, facts.get(LAYER_ORDER))
@@ -133,6 +134,8 @@ class _Session:
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
+        data = config.data
+        self.data_metrics = DataMetrics(self.corpus, batches, data.global_batch_rows, data.seq_len_tokens)
         bar = Progress(
             num_steps,
             self.start,
@@ -145,7 +148,8 @@ class _Session:
             with bar:
                 pending = None  # the step launched last, whose metrics are still on the devices
                 for step in range(self.start + 1, num_steps + 1):
-                    batch = self.program.put_batch(next(batches))
+                    batch = next(batches)
+                    batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
                     rate = np.float32(learning_rate(config, steps_done=step - 1))
                     state, metrics = self.step_compiled(state, batch, rate)
                     if pending:
@@ -196,6 +200,7 @@ class _Session:
                 "skipped": metrics["skipped_steps"],
             }
             shown |= {name: metrics[name] for name in EXPERT_FIGURES if name in metrics}
+            shown |= self.data_metrics.figures(step, metrics)
             if rate:
                 shown |= {"tokens_per_s": rate, "mfu": self._mfu(rate)}
             self.writer.write(step, shown)
@@ -288,13 +293,25 @@ def _compile_step(program: Program) -> tuple[Any, float]:
 
 def _facts(config, corpus: Corpus) -> dict[str, Any]:
     """What must not change between a checkpoint and its continuation: with it, batch and dropout of each step would."""
-    prints = corpus.fingerprints  # of one source as earlier versions wrote it
-    return {
-        "data_fingerprint": prints if len(prints) > 1 else next(iter(prints.values())),
+    return _data_facts(corpus) | {
         "data.global_batch_rows": config.data.global_batch_rows,
         "data.seq_len_tokens": config.data.seq_len_tokens,
         "train.seed": config.train.seed,
     }
+
+
+def _data_facts(corpus: Corpus) -> dict[str, Any]:
+    """The data among the facts; of one source under the name that earlier versions gave it."""
+    if len(corpus.train) == 1:
+        return {"data_fingerprint": next(iter(corpus.fingerprints.values()))}
+    prints = {f"data.sources.{name}": value for name, value in corpus.fingerprints.items()}
+    return prints | {"data.mixture": corpus.mixture.facts}
+
+
+def _expected(config, corpus: Corpus) -> dict[str, Any]:
+    """The facts that a checkpoint must have to be continued."""
+    left_out = _data_facts(corpus) if config.data.on_change == "continue" else {}
+    return {name: value for name, value in _facts(config, corpus).items() if name not in left_out}
 
 
 def _resolved(config: ml_collections.ConfigDict, program: Program) -> ml_collections.ConfigDict:

@@ -22,7 +22,7 @@ from jaxtrain.model import inventory, products
 from jaxtrain.model.attention.dispatch import choose
 from jaxtrain.model.decoder import Decoder, weight_places
 from jaxtrain.model.inventory import Inventory
-from jaxtrain.model.loss import LossSums
+from jaxtrain.model.loss import IGNORE, SOURCE_BIT, LossSums
 from jaxtrain.model.moe import balance
 from jaxtrain.parallel import overlap
 from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
@@ -120,6 +120,12 @@ class Program:
         """Shapes and shardings of `train_step`'s arguments: to compile it without data."""
         batch = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
         return self.abstract_state, dict.fromkeys(BATCH_KEYS, batch), jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def with_sources(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A training batch whose targets carry the numbers of their rows' sources, "sources" [M, b], as the loss takes them."""
+    targets, sources = batch["targets"], batch["sources"][..., None]
+    return batch | {"targets": np.where(targets == IGNORE, IGNORE, targets | sources << SOURCE_BIT)}
 
 
 def _local_rows(sharding: NamedSharding, shape: Sequence[int]) -> np.ndarray:

@@ -119,4 +119,5 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
 def mean_losses(sums: LossSums) -> dict[str, jax.Array]:
     """Means over targets; 0 when a batch has none."""
     share = 1.0 / jnp.maximum(sums.targets, 1.0)
-    return {"loss": sums.cross_entropy * share, "objective": sums.objective * share, "targets": sums.targets}
+    found = {"loss": sums.cross_entropy * share, "objective": sums.objective * share, "targets": sums.targets}
+    return found | ({} if isinstance(sums.sources, tuple) else {"sources": sums.sources})
