@@ -18,7 +18,7 @@ def other(setting):
     if setting.choices:
         return next((choice for choice in setting.choices if choice != setting.default), None)
     by_type = {bool: lambda v: not v, int: lambda v: (v or 0) + 1, float: lambda v: (v or 0.0) + 0.5}
-    by_type |= {str: lambda v: f"{v}x", tuple: lambda v: (*v, "x")}
+    by_type |= {dict: lambda v: {"x": {"weight": 1.0}}, str: lambda v: f"{v}x", tuple: lambda v: (*v, "x")}
     return by_type[setting.type](setting.default)
 
 
@@ -32,7 +32,7 @@ def test_each_setting_is_classified_and_its_change_is_found(section, key, settin
     if (value := other(setting)) is None:
         pytest.skip("has a single value")
     config = default_config()
-    config[section].update({key: value})
+    config.unlock()[section].update({key: value})
     old, new = recorded(default_config()), recorded(config)
     assert [change[::3] for change in changes(old, new)] == [(f"{section}.{key}", setting.changes)]
     assert changes(new, new) == [] and json.loads(json.dumps(new)) == new

@@ -378,10 +378,11 @@ def test_saved_config_of_another_version(tmp_path):
 
 def test_settings_that_name_paths_or_addresses_are_marked():
     """So that `generate` does not follow those of a stranger's config.json."""
-    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host"}
+    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host", "from"}
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
-            assert setting.location == bool(words & set(key.split("_"))), f"{section}.{key}"
+            inside = any(entry.location for entry in (setting.entries or {}).values())
+            assert setting.location == (inside or bool(words & set(key.split("_")))), f"{section}.{key}"
 
 
 def test_locations_are_left_behind(tmp_path):

@@ -46,7 +46,8 @@ def start_save(writer: Any, folder: pathlib.Path, leaves: dict[str, jax.Array]) 
     """Returns when the arrays are copied to host memory; the writer writes them in the background."""
     import orbax.checkpoint as ocp
 
-    trees = {item: ocp.args.PyTreeSave(_nested(_part(leaves, item))) for item in files.ITEMS}
+    parts = {item: _part(leaves, item) for item in files.ITEMS}
+    trees = {item: ocp.args.PyTreeSave(_nested(part)) for item, part in parts.items() if part}  # weights alone have no training
     writer.save(folder, args=ocp.args.Composite(**trees))
 
 

@@ -27,13 +27,13 @@ class Wanted:
 
     Attributes:
       problems: (saved facts, names of arrays that do not fit) -> why the checkpoint is of another run, a line each.
-      step: go on from this step even if later ones exist; 0: from the newest.
+      step: go on from this step even if later ones exist; None: from the newest.
       continues: saved facts -> whether a later checkpoint was saved after going on from `step` in the same way; the newest
         such one is taken then, so that a command that is given again goes on instead of going back once more.
     """
 
     problems: Callable[[dict, list[str]], list[str]] = lambda facts, misfits: []
-    step: int = 0
+    step: int | None = None
     continues: Callable[[dict], bool] = lambda facts: False
 
 
@@ -48,7 +48,7 @@ def choose(
     damaged: dict[int, str] = {}
     while True:
         listing = json.loads(on_first(lambda: json.dumps(_candidates(root, wanted))))  # anew each time: a run may be saving
-        if wanted.step and wanted.step not in listing:
+        if wanted.step not in (None, *listing):
             there = ", ".join(map(str, files.steps(root))) or "none"
             raise UserError(f"no checkpoint of step {wanted.step} in {root}; there are: {there}")
         untried = [step for step in listing if step not in damaged]
@@ -74,7 +74,7 @@ def _candidates(root: pathlib.Path, wanted: Wanted) -> list[int]:
         return not files.damage(folder) and wanted.continues(files.read_facts(folder)["facts"])
 
     steps = files.steps(root)
-    return [s for s in steps if s == wanted.step or s > wanted.step and continues(s)] if wanted.step else steps
+    return steps if wanted.step is None else [s for s in steps if s == wanted.step or s > wanted.step and continues(s)]
 
 
 def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, wanted: Wanted, items: tuple[str, ...]) -> None:
@@ -99,7 +99,11 @@ def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, wanted: Wanted
         lines = "\n".join(f"  {problem}" for problem in problems)
         cure = (
             "To continue that run, give it the settings and data it was started with. "
-            + ("" if misfits else "To go on with the new values, set checkpoint.on_config_change=continue. ")
+            + (
+                ""
+                if misfits
+                else "To go on with the new values, set checkpoint.on_config_change=continue (for data: data.on_change). "
+            )
             + f"For another run choose another --workdir, which can begin with these weights: checkpoint.init_from={folder}."
         )
         if items == ("params",):
@@ -128,6 +132,7 @@ def gather(text: str) -> list[str]:
 
 
 def all_damaged(root: pathlib.Path, damaged: dict[int, str]) -> str:
+    """The message when there are checkpoints and none can be used."""
     lines = "\n".join(f"  step {step}: {reason}" for step, reason in damaged.items())
     return (
         f"no usable checkpoint in {root}:\n{lines}\nNothing was changed. Put whole copies back, or move the folder away "

@@ -123,6 +123,8 @@ def damage(folder: pathlib.Path, items: Iterable[str] = ITEMS) -> str:
             return reason
         for item in items:
             file = f"{item}/checksums"
+            if not os.path.lexists(folder / item):
+                return f"{item}/ is missing; weights alone serve checkpoint.init_from of another run"
             if not (sums := _data_sums(folder, item)):
                 return f"{file} of array data are missing"
             if reason := _first_difference(folder / item, sums, contents=False):

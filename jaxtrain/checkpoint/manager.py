@@ -263,7 +263,7 @@ def restore_params(
     if not saved_steps(workdir):
         raise UserError(f"no checkpoint in {root}: is {workdir} the folder of a run with checkpoint.save_every_steps > 0?")
     leaves = {f"params/{name}": leaf for name, leaf in arrays.named_leaves(abstract_params).items()}
-    chosen, record, damaged = choose(root, leaves, Wanted(step=step or 0), ("params",), contents=read)
+    chosen, record, damaged = choose(root, leaves, Wanted(step=step), ("params",), contents=read)
     if chosen is None:
         raise UserError(all_damaged(root, damaged))
     if not read:

@@ -23,7 +23,8 @@ import numpy as np
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
-from jaxtrain.data.loader import Corpus, eval_batches, eval_bytes, load_corpus, train_batches
+from jaxtrain.data.corpus import Corpus, load_corpus
+from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
@@ -34,7 +35,7 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import machine, startup
-from jaxtrain.train.evaluation import describe, evaluate
+from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program
 from jaxtrain.train.saving import Keeper
@@ -62,11 +63,11 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 
 def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
     """`run` from where devices are there on, in a workdir that is this run's alone."""
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
     checkpoint = config.checkpoint
-    start = Start(_resolved(config, program), program, corpus.fingerprint, workdir)
+    start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)
     with Checkpointer(workdir, checkpoint.save_every_steps, checkpoint.keep_last, checkpoint.keep_every_steps) as checkpointer:
         start.check(checkpointer)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are read or made while the step compiles
@@ -106,7 +107,7 @@ class _Session:
         self.keeper, self.writer, self.step_compiled, self.start = keeper, writer, step_compiled, start
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
-        self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+        self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
         fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
         self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
         self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
@@ -114,9 +115,10 @@ class _Session:
         self.last_eval: dict[str, float] = {}
 
     @functools.cached_property
-    def eval_bytes(self) -> int:
-        """Bytes of text behind the held-out targets, counted at the first evaluation."""
-        return eval_bytes(self.config, self.corpus)
+    def eval_bytes(self) -> dict[str, int]:
+        """Bytes of text behind the targets of each held-out set, counted at the first evaluation."""
+        corpus = self.corpus
+        return {name: eval_bytes(self.config, packed, corpus.tokenizer) for name, packed in corpus.eval.items()}
 
     def train(self, state: TrainState) -> TrainState:
         """All steps that are left; evaluates and saves when due and at the end."""
@@ -204,12 +206,14 @@ class _Session:
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Held-out loss of the weights after `step`."""
-        if self.corpus.eval is None:
-            return
-        batches = eval_batches(self.config, self.corpus, self.program.eval_rows())
-        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes)
+        sums = {}
+        for name, packed in self.corpus.eval.items():
+            batches = eval_batches(self.config, packed, self.program.eval_rows())
+            sums[name] = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes[name])
+            which = f" of {name}" if len(self.corpus.eval) > 1 else ""
+            log.info("Step %d: %s", step, describe(sums[name], which))
+        self.last_eval = together(sums)
         if self.last_eval:
-            log.info("Step %d: %s", step, describe(self.last_eval))
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
 
@@ -234,7 +238,7 @@ class _Session:
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
-            "parameters": sum(flops.parameter_count(self.config.model).values()),
+            "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
@@ -245,7 +249,7 @@ class _Session:
         """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
         if not self.config.model.num_experts:
             return {}
-        found = {"active_parameters": flops.active_count(self.config.model)}
+        found = {"active_parameters": self.program.inventory.active_count}
         if "expert_load" in self.last_metrics:
             found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
         return found
@@ -262,10 +266,10 @@ def peak_memory_bytes() -> tuple[int, str]:
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", machine.devices_summary())
-    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
-    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
+    count = f"{program.inventory.count:,}"
+    active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 

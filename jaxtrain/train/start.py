@@ -36,15 +36,16 @@ class Start:
 
     Args:
       config: with all sizes of the mesh filled in.
-      fingerprint: of the corpus.
+      fingerprints: of the training rows, by source.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, program: Program, fingerprint: str, workdir: pathlib.Path):
+    def __init__(self, config: ml_collections.ConfigDict, program: Program, fingerprints: dict, workdir: pathlib.Path):
         self._config, self._program, self._workdir = config, program, workdir
         self._own = recorded(config)
-        self.facts = {"data_fingerprint": fingerprint, "config": self._own, LAYER_ORDER: program.layer_order}
+        text = fingerprints if len(fingerprints) > 1 else next(iter(fingerprints.values()))  # of one source as ever
+        self.facts = {"data_fingerprint": text, "config": self._own, LAYER_ORDER: program.layer_order}
         self._changes: list[Change] = []
-        self._wanted = Wanted(self._problems, config.checkpoint.restore_step, self._continues)
+        self._wanted = Wanted(self._problems, config.checkpoint.restore_step or None, self._continues)
 
     def check(self, checkpointer: Checkpointer) -> None:
         """Raises UserError, before anything is compiled, if the run cannot go on from the checkpoint that there is."""
@@ -93,8 +94,8 @@ class Start:
             if refuses and change.kind in (settings.FUNCTION, settings.ROWS) or change.key.split(".")[0] in sections
         ]
         old, new = facts.get("data_fingerprint"), self.facts["data_fingerprint"]
-        if refuses and old != new:
-            problems.append(f"data_fingerprint: {old!r} in the checkpoint, {new!r} in this run: other text")
+        if self._config.data.on_change == "refuse" and old != new:
+            problems.append(f"data_fingerprint: {old!r} in the checkpoint, {new!r} in this run (data.on_change)")
         return problems
 
     def _continues(self, facts: dict) -> bool:
