@@ -48,7 +48,7 @@ def choose(
     damaged: dict[int, str] = {}
     while True:
         listing = json.loads(on_first(lambda: json.dumps(_candidates(root, wanted))))  # anew each time: a run may be saving
-        if wanted.step not in (None, *listing):
+        if wanted.step is not None and not listing:
             there = ", ".join(map(str, files.steps(root))) or "none"
             raise UserError(f"no checkpoint of step {wanted.step} in {root}; there are: {there}")
         untried = [step for step in listing if step not in damaged]

@@ -88,13 +88,15 @@ class Start:
         """Why a checkpoint is of another run; with arrays that do not fit, also what else may be the reason for it."""
         refuses = self._config.checkpoint.on_config_change == "refuse"
         sections = {"model" if name.startswith("params/") else "optimizer" for name in misfits}
+        found = changes(saved_settings(facts, self._workdir, self._own), self._own)
         problems = [
             f"{change.key}: {change.old!r} in the checkpoint, {change.new!r} in this run"
-            for change in changes(saved_settings(facts, self._workdir, self._own), self._own)
+            for change in found
             if refuses and change.kind in (settings.FUNCTION, settings.ROWS) or change.key.split(".")[0] in sections
         ]
         old, new = facts.get("data_fingerprint"), self.facts["data_fingerprint"]
-        if self._config.data.on_change == "refuse" and old != new:
+        explained = not refuses and any(change.key.startswith("data.") and change.kind == settings.ROWS for change in found)
+        if old != new and not explained and self._config.data.on_change == "refuse":
             problems.append(f"data_fingerprint: {old!r} in the checkpoint, {new!r} in this run (data.on_change)")
         return problems
 
