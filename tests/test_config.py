@@ -444,9 +444,9 @@ def test_numbers_of_numpy_and_paths_are_what_they_stand_for(tmp_path):
     "workdir, expected",
     [
         ("", "--workdir=: is empty; name a folder"),
-        ("wish.py", "--workdir=wish.py: {}/wish.py is not a folder; name a folder"),
+        ("wish.py", "--workdir=wish.py: wish.py is not a folder; name a folder"),
         ("wish.py/run", "--workdir=wish.py/run: {}/wish.py is not a folder; name a folder"),
-        ("dangling", "--workdir=dangling: {}/dangling is not a folder; name a folder"),
+        ("dangling", "--workdir=dangling: dangling is not a folder; name a folder"),
         ("~no_such_user/x", "--workdir=~no_such_user/x: Could not determine home directory; name a folder"),
         ("a\0b", "--workdir=a\\x00b: contains a NUL character; name a folder"),
         ("a" * 300, f"--workdir={'a' * 200}: File name too long; name a folder"),
