@@ -88,6 +88,7 @@ def generate(
     seed: int = 0,
     step: int | None = None,
     tensor: int = 1,
+    tokenizer: str = "",
     **sampling: Any,
 ) -> list[str]:
     """Continuations of a prompt by the model of a training run, without the prompt.
@@ -97,9 +98,11 @@ def generate(
       num_samples: how many continuations.
       step: which checkpoint; None: the newest whole one.
       tensor: devices to spread the model over.
+      tokenizer: as data.tokenizer; needed where the run's is a file.
       sampling: max_tokens, temperature, top_k, top_p of `jaxtrain.train.sampling.Sampling`.
     """
     from jaxtrain.generate import generate as continuations
-    from jaxtrain.train.sampling import Sampling
 
-    return continuations(workdir, prompt, Sampling(**sampling), num_samples, seed, step, tensor)
+    return continuations(
+        workdir, prompt, num_samples, seed=seed, step=step, tensor=tensor, tokenizer=tokenizer, **sampling
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,52 +15,55 @@ from jaxtrain.config.validate import require_valid
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
-    import pathlib
-
     import ml_collections
-
-    from jaxtrain.train.sampling import Sampling
 
 
 def generate(
-    workdir: str, prompt: str, sampling: Sampling, num_samples: int, seed: int, step: int | None, tensor: int
+    workdir: str | os.PathLike,
+    prompt: str,
+    num_samples: int,
+    *,
+    seed: int,
+    step: int | None,
+    tensor: int,
+    tokenizer: str,
+    **sampling: Any,
 ) -> list[str]:
     """Continuations of a prompt by the model of a run; see `jaxtrain.api.generate`."""
-    require_ranges(
-        ("--max-tokens", sampling.max_tokens, 1, None),
-        ("--temperature", sampling.temperature, 0.0, None),
-        ("--top-k", sampling.top_k, 0, None),
-        ("--top-p", sampling.top_p, 1e-6, 1.0),
-        ("--num-samples", num_samples, 1, None),
-        ("--seed", seed, 0, 2**32 - 1),
-        ("--tensor", tensor, 1, None),
-        *([("--step", step, 0, None)] if step is not None else []),
-    )
-    path = folder("--workdir", workdir)
-    config = run_config(path, tensor)
-    from jaxtrain.data.tokenizers import get_tokenizer
-
-    tokenizer = get_tokenizer(config.data.tokenizer)
-    ids = list(tokenizer.encode(prompt))
-    if config.data.add_bos or not ids:
-        ids = [tokenizer.bos_id if config.data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
-    limit = config.model.max_len_tokens
-    if len(ids) + sampling.max_tokens > limit:
-        wanted = f"{len(ids)} of the prompt + {sampling.max_tokens}"
-        raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
     import jax
     import numpy as np
 
-    from jaxtrain.train.sampling import sample
+    from jaxtrain.data.tokenizers import get_tokenizer
+    from jaxtrain.train.sampling import Sampling, sample
 
+    how = Sampling(**sampling)
+    require_ranges(
+        ("--max-tokens", how.max_tokens, 1, None),
+        ("--temperature", how.temperature, 0.0, None),
+        ("--top-k", how.top_k, 0, None),
+        ("--top-p", how.top_p, 1e-6, 1.0),
+        ("--num-samples", num_samples, 1, None),
+        ("--seed", seed, 0, 2**32 - 1),
+        ("--tensor", tensor, 1, None),
+        ("--step", step or 0, 0, None),
+    )
+    path = folder("--workdir", workdir)
+    config = run_config(path, tensor, tokenizer)
+    text = get_tokenizer(config.data)
+    ids = list(text.encode_batch([prompt])[0])
+    if config.data.add_bos or not ids:
+        ids = [text.bos_id if config.data.add_bos else text.eos_id, *ids]  # a document follows either
+    limit = config.model.max_len_tokens
+    if len(ids) + how.max_tokens > limit:
+        wanted = f"{len(ids)} of the prompt + {how.max_tokens}"
+        raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
     program, params = load(path, config, step)
-    prompts = np.tile(np.asarray(ids, np.int32), (num_samples, 1))
-    rows = sample(program, params, prompts, jax.random.key(seed), sampling)
-    ends = [np.flatnonzero(row == tokenizer.eos_id) for row in rows]
-    return [tokenizer.decode(row[: end[0]] if len(end) else row) for row, end in zip(rows, ends, strict=True)]
+    rows = sample(program, params, np.tile(np.asarray(ids, np.int32), (num_samples, 1)), jax.random.key(seed), how)
+    ends = [np.flatnonzero(row == text.eos_id) for row in rows]
+    return [text.decode(row[: end[0]] if len(end) else row) for row, end in zip(rows, ends, strict=True)]
 
 
-def run_config(workdir: pathlib.Path, tensor: int) -> ml_collections.ConfigDict:
+def run_config(workdir: pathlib.Path, tensor: int, tokenizer: str = "") -> ml_collections.ConfigDict:
     """The config of a run for sampling on `tensor` devices of one process.
 
     The workdir may be a stranger's: no path or address in it is followed. Raises UserError where there is no config,
@@ -68,7 +72,12 @@ def run_config(workdir: pathlib.Path, tensor: int) -> ml_collections.ConfigDict:
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"--workdir={workdir}: no config.json there; give the folder of a training run")
-    config = configs.without_locations(configs.read(path)).unlock()
+    saved = configs.read(path)
+    config = configs.without_locations(saved).unlock()
+    config.data.tokenizer = tokenizer or "byte"
+    if not tokenizer and saved.data.tokenizer != "byte":
+        name = saved.data.tokenizer
+        raise ConfigError([f"--tokenizer: missing; {path} names {name}, which is not followed: if it is right, --tokenizer={name}"])
     config.mesh.update(pipeline=1, data=1, fsdp=1, expert=1, sequence=1, tensor=tensor)
     config.pipeline.update(schedule="1f1b", virtual_stages=1)
     config.sharding.sequence_parallel = False  # one position at a time cannot be split
@@ -114,14 +123,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the model over (default 1)")
+    parser.add_argument("--tokenizer", default="", help="as data.tokenizer; needed where the run's is a file")
     args = parser.parse_args(arguments)
     from jaxtrain.observe.progress import setup_logging
-    from jaxtrain.train.sampling import Sampling
 
     setup_logging()
-    sampling = Sampling(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)})
-    texts = generate(args.workdir, args.prompt, sampling, args.num_samples, args.seed, args.step, args.tensor)
-    print("\n\n".join(args.prompt + text for text in texts))
+    print("\n\n".join(args.prompt + text for text in generate(**vars(args))))
 
 
 if __name__ == "__main__":

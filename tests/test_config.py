@@ -378,15 +378,18 @@ def test_saved_config_of_another_version(tmp_path):
 
 def test_settings_that_name_paths_or_addresses_are_marked():
     """So that `generate` does not follow those of a stranger's config.json."""
-    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host"}
+    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host", "tokenizer"}
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
-            assert setting.location == bool(words & set(key.split("_"))), f"{section}.{key}"
+            inside = any(entry.location for entry in (setting.entries or {}).values())
+            assert setting.location == (inside or bool(words & set(key.split("_")))), f"{section}.{key}"
 
 
 def test_locations_are_left_behind(tmp_path):
-    config = loaded(file(tmp_path), "data.paths=/etc", "runtime.compile_cache_dir=/x", "train.num_steps=3")
+    sources = 'data.sources={"web": {"paths": ["/etc"]}}'
+    config = loaded(file(tmp_path), "data.paths=/etc", sources, "runtime.compile_cache_dir=/x", "train.num_steps=3")
     found = configs.without_locations(config)
+    assert not found.data.sources and config.data.sources.web.paths == ("/etc",)
     assert (found.data.paths, found.runtime.compile_cache_dir, found.train.num_steps) == (("python_stdlib",), "", 3)
     assert found.is_locked and config.data.paths == ("/etc",)
 

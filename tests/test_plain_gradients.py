@@ -31,7 +31,7 @@ def tiny_preset(name):
 def families():
     """One preset of each kind of model: sizes do not count."""
     found = {}
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(set(FOLDER.glob("*.py")) - {FOLDER / "hf.py"}):
         model = config_lib.load(str(path)).model.to_dict()
         kind = [value if isinstance(value, str | bool) else bool(value) for _, value in sorted(model.items())]
         found.setdefault(str(kind), path.stem)

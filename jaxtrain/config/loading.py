@@ -19,7 +19,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain.config import values
+from jaxtrain.config import entries, values
 from jaxtrain.config.settings import RETIRED, SETTINGS
 from jaxtrain.config.suggest import nearest_key
 
@@ -136,9 +136,11 @@ def read(path: pathlib.Path) -> ml_collections.ConfigDict:
 
 def without_locations(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """A copy in which settings that name paths or addresses have their defaults: those of a stranger are not followed."""
-    copy = config.copy_and_resolve_references().unlock()
+    copy, default = config.copy_and_resolve_references().unlock(), default_config()
     for section, settings in SETTINGS.items():
-        copy[section].update({key: setting.default for key, setting in settings.items() if setting.location})
+        for key, setting in settings.items():
+            if setting.location:
+                copy[section][key] = default[section][key]
     return copy.lock()
 
 
@@ -232,6 +234,9 @@ def _wrong_values(config: ml_collections.ConfigDict) -> list[str]:
             if key not in tree:
                 problems.append(f"{section}.{key}: missing; start from default_config()")
                 continue
+            if setting.entries is not None:
+                problems += entries.problems(f"{section}.{key}", setting.entries, tree[key])
+                continue
             if (converted := values.converted(setting, tree[key])) is not tree[key]:
                 tree[key] = None  # ConfigDict would turn an int that replaces a float into a float again
                 tree[key] = converted
@@ -246,12 +251,16 @@ def _override(config: ml_collections.ConfigDict, dotted: str, value: Any) -> tup
     if section in SETTINGS and not key:
         keys = ", ".join(SETTINGS[section])
         return False, f"--config.{section}: is a section; write --config.{section}.KEY=VALUE with one of {keys}"
+    head, _, rest = key.partition(".")
+    if rest and (outer := SETTINGS.get(section, {}).get(head)) and outer.entries:
+        known, problem = entries.override(config[section].get(head), outer.entries, rest, value)
+        return known, f"--config.{dotted}: {problem}" if problem else None
     if section not in SETTINGS or key not in SETTINGS[section]:
         return False, f"--config.{dotted}: {_unknown(section if key else None, key or section)}"
     setting = SETTINGS[section][key]
     if isinstance(value, str):
         try:
-            value = values.parse(setting, value)
+            value = entries.parse(value) if setting.entries is not None else values.parse(setting, value)
         except ValueError:
             how = "; write a,b and put an element that contains a comma or quote in quotes" if setting.type is tuple else ""
             return True, f"--config.{dotted}: expected {setting.type.__name__}, got {values.shown(value)}{how}"

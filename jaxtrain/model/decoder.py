@@ -302,16 +302,6 @@ def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, le
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.int32))
 
 
-def dimension_names(decoder: Decoder) -> dict:
-    """Nested dict like the weights': the names of each weight's dimensions, stacked blocks with "layers" in front."""
-
-    def names(path, variable):
-        dims = variable.get_metadata()["dims"]
-        return ("layers", *dims) if path[0] in STACKS else dims
-
-    return nnx.to_pure_dict(nnx.map_state(names, nnx.state(decoder, nnx.Param)))
-
-
 def weight_places(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
     """Nested dict like the weights', of `weights.Place`s; those of blocks are a layer's."""
     return places(nnx.state(decoder, nnx.Param), layout, dtype)

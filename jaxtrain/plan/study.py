@@ -13,6 +13,7 @@ import ml_collections
 
 from jaxtrain.hardware import flops
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.model import inventory
 from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Table
@@ -190,9 +191,9 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
             "precision.reduce_dtype": config.precision.reduce_dtype,
         },
         "schedule": pipeline_schedule.of(config, layout.size("pipeline")),
-        "parameters": sum(math.prod(shape) for _, shape, _ in closed_form.leaves(config.model)),
+        "parameters": sum(math.prod(p.shape) for p in inventory.of_model(config.model).parameters),
         "tokens": tokens,
-        "model_flops": flops.step_flops(config.model, tokens, config.data.seq_len_tokens),
+        "model_flops": flops.step_flops(inventory.of_model(config.model), tokens, config.data.seq_len_tokens),
         "versions": {"jax": jax.__version__},
     }
 
