@@ -77,7 +77,7 @@ def run_config(workdir: pathlib.Path, tensor: int, tokenizer: str = "") -> ml_co
     config.data.tokenizer = tokenizer or "byte"
     if not tokenizer and saved.data.tokenizer != "byte":
         name = saved.data.tokenizer
-        raise ConfigError([f"--tokenizer: missing; {path} names {name}, which is not followed: if it is right, --tokenizer={name}"])
+        raise ConfigError([f"--tokenizer: missing; a name in {path} is not followed: if it is right, --tokenizer={name}"])
     config.mesh.update(pipeline=1, data=1, fsdp=1, expert=1, sequence=1, tensor=tensor)
     config.pipeline.update(schedule="1f1b", virtual_stages=1)
     config.sharding.sequence_parallel = False  # one position at a time cannot be split
