@@ -17,7 +17,7 @@ from jaxtrain.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxtrain.plan.search import Result
+    from jaxtrain.plan.search.search import Result
 
 # Settings of a layout as the table shows them; those not in ALWAYS where they differ.
 COLUMNS = {
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from jaxtrain.observe.progress import setup_logging
-    from jaxtrain.plan import compile, search
+    from jaxtrain.plan import compile
+    from jaxtrain.plan.search import search
 
     setup_logging()
     if reason := compile.unavailable():

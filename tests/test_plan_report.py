@@ -14,8 +14,12 @@ from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
 from jaxtrain.config import ConfigError
-from jaxtrain.plan import advice, closed_form, compare, compile, fallback, memory, page, report
+from jaxtrain.plan import compile, fallback
 from jaxtrain.plan.__main__ import main
+from jaxtrain.plan.predict import closed_form
+from jaxtrain.plan.read import memory
+from jaxtrain.plan.search import advice, compare
+from jaxtrain.plan.show import page, report
 from jaxtrain.plan.study import RESERVED_BYTES
 
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
@@ -163,12 +167,12 @@ def test_what_the_partitioner_adds_is_flagged():
     program = tiny.program(small)
     sharding = program.abstract_state.params["blocks"]["mlp"]["up"]["kernel"].sharding  # over fsdp and tensor
     x = jax.ShapeDtypeStruct((2, 512, 4096), "float32", sharding=sharding)
-    text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
+    step = jax.jit(lambda x: x.sum(1)).lower(x).compile()
     topology = compile.parse_topology("h100:1x8")
-    assert fallback.partitioner_flags(program, text, topology, closed_form.closed_form(small, 8)) == ()  # below 1 MiB
+    assert fallback.partitioner_flags(program, step, topology, closed_form.closed_form(small, 8)) == ()  # below 1 MiB
     x = jax.ShapeDtypeStruct((2, 512, 2**20), "float32", sharding=sharding)
-    text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
-    [flag] = fallback.partitioner_flags(program, text, topology, closed_form.closed_form(small, 8))
+    step = jax.jit(lambda x: x.sum(1)).lower(x).compile()
+    [flag] = fallback.partitioner_flags(program, step, topology, closed_form.closed_form(small, 8))
     assert "all-reduce over fsdp" in flag.text and "partitioner reshards" in flag.text
 
 

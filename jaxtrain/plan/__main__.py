@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> None:
     from rich.console import Console  # late: a refused config must not wait for jax
 
     from jaxtrain.observe.progress import setup_logging
-    from jaxtrain.plan import advice, compare, compile, fallback, page, report
+    from jaxtrain.plan import compile, fallback
+    from jaxtrain.plan.search import advice, compare
+    from jaxtrain.plan.show import page, report
     from jaxtrain.plan.study import study
 
     setup_logging()

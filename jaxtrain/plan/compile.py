@@ -1,7 +1,7 @@
 """Compiles the training step for GPUs that are not here: XLA needs a description of the device, not the device.
 
 What comes back is the program that the GPUs would run: XLA's schedule and its buffers. Only the choice of kernels for
-matrix products is not the real one, since XLA finds it by timing them (autotuning). Reading the text is `hlo`'s.
+matrix products is not the real one, since XLA finds it by timing them (autotuning). Reading the program is `read.hlo`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxtrain.model.moe.experts import OVERFLOW
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.sharding import DescribedHost
 from jaxtrain.pipeline import schedule as pipeline_schedule
-from jaxtrain.plan import buffers, hlo
+from jaxtrain.plan.read import buffers, collectives, hlo, protobuf
 from jaxtrain.runtime import compat, machine
 from jaxtrain.train.program import Program, build_program
 
@@ -73,16 +73,15 @@ class Compiled:
     topology: Topology
     options: dict[str, Any]  # compiler options beside XLA's defaults
     executable: jax.stages.Compiled
-    text: str  # scheduled HLO
     memory: Memory
-    hlo_proto: bytes  # of the compiled module, with XLA's buffer assignment
+    hlo_proto: bytes  # the compiled module, with XLA's buffer assignment
     lower_s: float  # building, tracing and lowering
     compile_s: float
 
     @functools.cached_property
     def module(self) -> hlo.Module:
         """The scheduled program."""
-        return hlo.parse(self.text, self.shares[0])
+        return hlo.read(protobuf.fields(self.hlo_proto)[1][-1], self.shares[0])
 
     @functools.cached_property
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -94,15 +93,20 @@ class Compiled:
     @functools.cached_property
     def assignment(self) -> buffers.Assignment:
         """Every buffer of the program."""
-        return buffers.read(self.hlo_proto)
+        return buffers.read(self.hlo_proto, self.module)
 
     @property
     def mesh_shape(self) -> dict[str, int]:
         return dict(self.program.layout.mesh.shape)
 
-    def collectives(self) -> list[hlo.Collective]:
+    @property
+    def text(self) -> str:
+        """The scheduled program as HLO text, for people."""
+        return self.executable.as_text()
+
+    def collectives(self) -> list[collectives.Collective]:
         """Every collective of the step."""
-        return hlo.collectives(self.module, self.mesh_shape)
+        return collectives.collectives(self.module, self.mesh_shape)
 
 
 def parse_topology(text: str) -> Topology:
@@ -192,7 +196,6 @@ def compile_step(
         topology=topology,
         options=options,
         executable=executable,
-        text=executable.as_text(),
         memory=_memory(executable.memory_analysis()),
         hlo_proto=hlo_proto,
         lower_s=lowered_at - started,

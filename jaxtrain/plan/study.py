@@ -17,11 +17,13 @@ from jaxtrain.model import inventory
 from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Table
-from jaxtrain.plan import closed_form, communication, compile, facts, memory, roofline, timeline
-from jaxtrain.plan.closed_form import ClosedForm
-from jaxtrain.plan.communication import Communication
-from jaxtrain.plan.memory import Ledger
-from jaxtrain.plan.timeline import Timeline
+from jaxtrain.plan import compile
+from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.predict.closed_form import ClosedForm
+from jaxtrain.plan.predict.communication import Communication
+from jaxtrain.plan.predict.timeline import Timeline
+from jaxtrain.plan.read import memory, shapes
+from jaxtrain.plan.read.memory import Ledger
 
 # What a process needs of a device beside XLA's buffers: CUDA context, NCCL's buffers, loaded kernels. An estimate.
 RESERVED_BYTES = 2 << 30
@@ -121,15 +123,15 @@ def study(
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()
     compiled = compile.compile_step(config, topology, options)
-    shapes = facts.of(compiled.program)
+    facts = shapes.of(compiled.program)
     read = time.monotonic()
-    ledger = memory.ledger(compiled.assignment, compiled.module, shapes, compiled.mesh_shape)
+    ledger = memory.ledger(compiled.assignment, compiled.module, facts, compiled.mesh_shape)
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
     found = compiled.collectives()
     turns = key_blocks(config, compiled.mesh_shape["sequence"])
     walked = timeline.walk(compiled.module, found, links, turns, busy=compiled.shares[1])
     spoken = communication.communication(
-        compiled.module, found, walked, links, shapes, closed.axis_bytes(), config.precision.compute_dtype
+        compiled.module, found, walked, links, facts, closed.axis_bytes(), config.precision.compute_dtype
     )
     done = time.monotonic()
     seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}

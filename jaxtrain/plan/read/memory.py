@@ -15,9 +15,10 @@ from collections.abc import Mapping
 
 from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
 from jaxtrain.pipeline.schedule import SCOPE
-from jaxtrain.plan import hlo
-from jaxtrain.plan.buffers import DEVICE, HOST, Assignment, Buffer, Node, Value
-from jaxtrain.plan.facts import Facts
+from jaxtrain.plan.read import collectives
+from jaxtrain.plan.read.buffers import Assignment, Buffer, Value
+from jaxtrain.plan.read.hlo import DEVICE, HOST, Instruction, Module
+from jaxtrain.plan.read.shapes import Facts
 from jaxtrain.remat.activations import ACTIVATIONS
 
 # Rows in the order of the page.
@@ -47,7 +48,6 @@ _STATE = (  # arguments by name
     (r"opt_state|^state\.(step|skipped)", "optimizer"),
     (r"^batch|\bbatch\[", "batch"),
 )
-_COLLECTIVES = re.compile("|".join(hlo.KINDS))
 _PASSED_ON = ("parameter", "while", "tuple", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier")
 _RESHAPED = ("bitcast", "copy", "convert", "transpose", "reshape", "opt-barrier")
 _SCRATCH = ("s8", "u8")
@@ -90,15 +90,13 @@ class Ledger:
     curve: tuple[dict[str, int], ...]
 
 
-def ledger(
-    assignment: Assignment, module: hlo.Module, facts: Facts, mesh_shape: Mapping[str, int], moments: int = 200
-) -> Ledger:
+def ledger(assignment: Assignment, module: Module, facts: Facts, mesh_shape: Mapping[str, int], moments: int = 200) -> Ledger:
     """The ledger of a compiled step.
 
     Args:
       moments: about how many points the curve gets.
     """
-    books = _Books(assignment, facts, hlo.channel_axes(module, mesh_shape))
+    books = Books(assignment, module, facts, mesh_shape)
     held = [piece for a in assignment.allocations if a.color == DEVICE for piece in books.allocation(a)]
     live = [books.buffer(buffer) for buffer in assignment.alive(assignment.peak_at)]
     pieces = [*held, *live]
@@ -121,14 +119,12 @@ def ledger(
     )
 
 
-class _Books:
+class Books:
     """The rules, with what they look up."""
 
-    def __init__(self, assignment: Assignment, facts: Facts, axes: dict[int, tuple[str, ...]]):
-        self.assignment, self.facts, self.axes = assignment, facts, axes
-        self.inside: dict[int, list[Node]] = collections.defaultdict(list)
-        for node in assignment.nodes.values():
-            self.inside[node.computation].append(node)
+    def __init__(self, assignment: Assignment, module: Module, facts: Facts, mesh_shape: Mapping[str, int]):
+        self.assignment, self.module, self.facts = assignment, module, facts
+        self.axes = collectives.axes_of(module, mesh_shape)
         self.known: dict[tuple[int, ...], str] = {}  # row of a buffer, by its values
 
     def allocation(self, allocation) -> list[Piece]:
@@ -162,7 +158,7 @@ class _Books:
 
     def _telling(self, value: Value) -> tuple:
         """Sorts first what says most about a buffer: what fills it in a loop, then what was not made from nothing."""
-        peeled = value.node.computation not in self.assignment.callers
+        peeled = value.node.computation not in self.module.callers
         return not self.written(value.node), peeled, value.node.opcode in ("broadcast", "copy", "pad"), not value.node.op_name
 
     def curve(self, held: dict[str, int], moments: int) -> tuple[dict[str, int], ...]:
@@ -192,7 +188,7 @@ class _Books:
 
     def source(self, value: Value) -> str:
         """FILE:LINE of the innermost frame inside this package."""
-        for frame in self.assignment.stack(value.node.frame):
+        for frame in self.module.stack(value.node.frame):
             if f"{_PACKAGE}/" in frame.file:
                 return f"{_PACKAGE}/{frame.file.rpartition(f'{_PACKAGE}/')[2]}:{frame.line}"
         return ""
@@ -201,20 +197,21 @@ class _Books:
         """Whether the code that a value comes from handles weights and their gradients."""
         return not {WEIGHTS, OPTIMIZER}.isdisjoint(scopes(self.named(value.node).op_name))
 
-    def in_block(self, node: Node) -> str:
+    def in_block(self, node: Instruction) -> str:
         """What a value of the block at work is: the activation's name, or the operation's; and in which pass it is made."""
         node = self.named(node)
         name, kind = activation_name(node) or _operation(node), pass_of(node.op_name)
         return {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}[kind]
 
-    def written(self, node: Node | None) -> Node | None:
+    def written(self, node: Instruction | None) -> Instruction | None:
         """What an instruction writes into a part of its operand (a dynamic-update-slice's update); None if it does not."""
-        nodes = self.assignment.nodes
+        nodes = self.module.nodes
         if node is None or node.opcode == "dynamic-update-slice":
             return self.made(nodes[node.operands[1]], into_loops=True) if node else None
         if node.opcode != "fusion":
             return None
-        inner = [n for n in self.inside.get(node.called[0], ()) if n.opcode == "dynamic-update-slice"] if node.called else []
+        inside = self.module.computations[node.called[0]].instructions
+        inner = [n for n in inside if n.opcode == "dynamic-update-slice"]
         if not inner:
             return None
         source = nodes[inner[0].operands[1]]
@@ -222,33 +219,33 @@ class _Books:
             source = nodes[source.operands[0]]
         return self.made(nodes[node.operands[source.parameter]], into_loops=True) if source.opcode == "parameter" else source
 
-    def named(self, node: Node) -> Node:
+    def named(self, node: Instruction) -> Instruction:
         """The instruction itself, or what XLA's own copy, which has no name or that of the whole step, is a copy of."""
         return node if _says(node) else self.made(node, out_of_loops=True)
 
-    def made(self, node: Node, into_loops: bool = False, out_of_loops: bool = False) -> Node:
+    def made(self, node: Instruction, into_loops: bool = False, out_of_loops: bool = False) -> Instruction:
         """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last.
 
         into_loops: of what a loop fills part by part, where a part was computed; out_of_loops: of what a loop begins with.
         """
-        nodes, assignment = self.assignment.nodes, self.assignment
+        nodes, computations = self.module.nodes, self.module.computations
         part = 0  # of a tuple
         for _ in range(50):
-            caller = assignment.callers.get(node.computation)
+            caller = self.module.callers.get(node.computation)
             if node.opcode == "get-tuple-element":
-                node, part = nodes[node.operands[0]], node.index
+                node, part = nodes[node.operands[0]], node.tuple_index
             elif node.opcode == "tuple":
                 node = nodes[node.operands[part]]
             elif node.opcode in _RESHAPED or node.opcode.endswith("-done") or _is_copy(node):
                 node = nodes[node.operands[0]]
             elif node.opcode == "async-start":
-                node = nodes[assignment.roots[node.called[0]]]
+                node = computations[node.called[0]].root
             elif node.opcode == "parameter" and caller and caller.opcode == "async-start":
                 node = nodes[caller.operands[node.parameter]]
             elif node.opcode == "parameter" and caller and caller.opcode == "while" and out_of_loops:
                 node = nodes[caller.operands[0]]
             elif node.opcode == "while" and into_loops:
-                root = next(r for c in node.called if (r := nodes[assignment.roots[c]]).opcode == "tuple")
+                root = next(r for c in node.called if (r := computations[c].root).opcode == "tuple")
                 return self.written(nodes[root.operands[part]]) or node
             else:
                 break
@@ -258,17 +255,17 @@ class _Books:
 # The rules: (books, value) -> (row, name), or None if it does not apply.
 
 
-def _scratch(books: _Books, value: Value):
+def _scratch(books: Books, value: Value):
     attention = "fmha" in value.node.op_name or "attention" in value.node.op_name.rpartition("/")[2]
     if value.node.opcode != "custom-call" or not (value.dtype in _SCRATCH or (attention and value.dtype == "f32")):
         return None
     return ("attention", "cuDNN") if attention else ("kernels", "cuBLAS")
 
 
-def _collective(books: _Books, value: Value):
-    if not (kind := _kind(value.node)):
+def _collective(books: Books, value: Value):
+    if not (kind := collectives.kind(value.node)):
         return None
-    weight, axes = books.facts.weight(value.dims), set(books.axes.get(value.node.channel, ()))
+    weight, axes = books.facts.weight(value.dims), set(books.axes.get(value.node.id, ()))
     if value.dtype.startswith(("s", "u", "pred")) or not weight or "tensor" in axes:
         return "collectives", kind
     if kind != "all-gather":
@@ -276,7 +273,7 @@ def _collective(books: _Books, value: Value):
     return ("parameters" if weight.stacked else "gathered"), weight.names
 
 
-def _kept(books: _Books, value: Value):
+def _kept(books: Books, value: Value):
     """Stacks of something with tokens, filled layer by layer. With a pattern of several layers, a stack has a part of them."""
     facts, dims = books.facts, [d for d in value.dims if d > 1]
     source = books.named(value.node)
@@ -293,7 +290,8 @@ def _kept(books: _Books, value: Value):
     weight = facts.weight(value.dims)
     if weight and weight.stacked and (value.dtype == "f32" or weight.exact or books.about_weights(value)):
         return None
-    if written and _kind(written) == "all-gather" and not set(books.axes.get(written.channel, ())) & {"tensor", "sequence"}:
+    gathered = written and collectives.kind(written) == "all-gather"
+    if gathered and not set(books.axes.get(written.id, ())) & {"tensor", "sequence"}:
         return "parameters", f"gathered, of all layers: {written.op_name}"
     if empty:
         return "activations", "not yet filled"
@@ -302,14 +300,14 @@ def _kept(books: _Books, value: Value):
     return "activations", f"for gradients of weights, {name}" if f"/{SCOPE}backward" in source.op_name else name
 
 
-def _kept_name(written: Node | None) -> str:
+def _kept_name(written: Instruction | None) -> str:
     """Of an activation without a name. What comes into a block was not computed in it."""
     if written is None or written.opcode in ("parameter", "while"):
         return "block_in"
     return _operation(written)
 
 
-def _loss(books: _Books, value: Value):
+def _loss(books: Books, value: Value):
     facts = books.facts
     weight = facts.weight(value.dims)
     by_shape = facts.vocab in value.dims and facts.has_tokens(value.dims)
@@ -320,7 +318,7 @@ def _loss(books: _Books, value: Value):
     return None
 
 
-def _weight(books: _Books, value: Value):
+def _weight(books: Books, value: Value):
     if not (found := books.facts.weight(value.dims)) or "dot_product_attention" in value.node.op_name:
         return None
     letters = re.findall(r"(?:^|/)[A-Za-z]+,[A-Za-z]+->([A-Za-z]+)(?:/|$)", value.node.op_name)
@@ -337,7 +335,7 @@ def _weight(books: _Books, value: Value):
     return ("parameters" if found.stacked or "whole" not in found.placements else "gathered"), found.names
 
 
-def _activation(books: _Books, value: Value):
+def _activation(books: Books, value: Value):
     if books.facts.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
         return "block", books.in_block(value.node)
     return None
@@ -360,27 +358,22 @@ def pass_of(op_name: str) -> str:
 _PACKAGE = "jaxtrain"
 
 
-def _kind(node: Node) -> str:
-    found = _COLLECTIVES.search(node.opcode)
-    return found[0] if found else ""
-
-
-def _says(node: Node) -> bool:
+def _says(node: Instruction) -> bool:
     """Whether an operation's name says more than that it is of the step."""
     return any(scope not in ("", "shard_map") for scope in scopes(node.op_name))
 
 
-def _is_copy(node: Node) -> bool:
+def _is_copy(node: Instruction) -> bool:
     return node.opcode == "fusion" and len(node.operands) == 1 and not _says(node)
 
 
-def activation_name(node: Node) -> str:
+def activation_name(node: Instruction) -> str:
     """Which of ACTIVATIONS a value is, by its scope; "" if none."""
     found = set(scopes(node.op_name)).intersection(ACTIVATIONS)
     return next((name for name in reversed(ACTIVATIONS) if name in found), "")
 
 
-def _operation(node: Node) -> str:
+def _operation(node: Instruction) -> str:
     """The last parts of where a value comes from, without what every name has."""
     parts = [part for part in scopes(node.op_name) if part and part not in _EVERYWHERE]
     return "/".join(parts[-2:]) or node.opcode or "unknown"

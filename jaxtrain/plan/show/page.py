@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, WEIGHTS, Table
-from jaxtrain.plan import memory, stages
-from jaxtrain.plan.advice import Alternative
-from jaxtrain.plan.communication import product_name
-from jaxtrain.plan.report import GIB, LINE_NUMBERS, LINE_TITLES, SHOWN_BUFFERS, differences, gib, heading, line_cells
-from jaxtrain.plan.roofline import ERROR_BAND
+from jaxtrain.plan.predict.communication import product_name
+from jaxtrain.plan.predict.roofline import ERROR_BAND
+from jaxtrain.plan.predict.timeline import Span
+from jaxtrain.plan.read import memory
+from jaxtrain.plan.search.advice import Alternative
+from jaxtrain.plan.show import pipeline as stages
+from jaxtrain.plan.show.report import GIB, LINE_NUMBERS, LINE_TITLES, SHOWN_BUFFERS, differences, gib, heading, line_cells
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
-from jaxtrain.plan.timeline import Span
 
 WIDTH = 1040  # of drawings, in pixels
 NOTE = 400  # of it for what is written behind a bar

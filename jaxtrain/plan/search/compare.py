@@ -13,7 +13,7 @@ from jaxtrain.config.settings import SETTINGS
 from jaxtrain.config.suggest import nearest_key
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import compile
-from jaxtrain.plan.advice import Change, changed
+from jaxtrain.plan.search.advice import Change, changed
 from jaxtrain.plan.study import Plan, study
 
 

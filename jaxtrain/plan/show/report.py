@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.observe.progress import percent, quantity
-from jaxtrain.plan import memory, stages
-from jaxtrain.plan.advice import Alternative
-from jaxtrain.plan.communication import Line
-from jaxtrain.plan.roofline import ERROR_BAND, RATES
+from jaxtrain.plan.predict.communication import Line
+from jaxtrain.plan.predict.roofline import ERROR_BAND, RATES
+from jaxtrain.plan.read import memory
+from jaxtrain.plan.search.advice import Alternative
+from jaxtrain.plan.show import pipeline as stages
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
 
 SCHEMA = 2  # of the JSON; a field that changes its meaning or goes raises it
