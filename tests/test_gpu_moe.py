@@ -84,5 +84,5 @@ def test_state_is_split_over_all_devices():
     whole = sum(size(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.params))
     own = sum(size(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(program.abstract_state.params))
     assert own == pytest.approx(whole / 8, rel=1e-4)
-    assert step().memory.argument == pytest.approx(3 * own, rel=1e-3)
+    assert step().executable.memory_analysis().argument_size_in_bytes == pytest.approx(3 * own, rel=1e-3)
     assert closed_form(program.config, 8).state == pytest.approx(3 * own, rel=1e-6)

@@ -103,9 +103,10 @@ def test_argument_bytes_are_those_of_the_shards(changes):
     size = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves((state, batch))]
     state_bytes = sum(size[: len(jax.tree.leaves(state))])
     assert state_bytes == 12 * (sharded // ways + whole) + 4 * 4, "weights and two moments in float32, and four counters"
-    assert compiled.memory.argument == sum(size) + rate.dtype.itemsize
-    assert compiled.memory.alias == state_bytes, "the whole state is updated in place"
-    assert compiled.memory.host == 0
+    memory = compiled.executable.memory_analysis()
+    assert memory.argument_size_in_bytes == sum(size) + rate.dtype.itemsize
+    assert memory.alias_size_in_bytes == state_bytes, "the whole state is updated in place"
+    assert compiled.assignment.total_bytes(hlo.HOST) == 0
 
 
 # The best peer, MaxText 0.2.5, on the same work: peak 21.27, 38.99, 22.43 and 82.84 GiB; sent 37.6 (its gradients in bfloat16),
@@ -124,7 +125,7 @@ def test_argument_bytes_are_those_of_the_shards(changes):
 )
 def test_peak_and_traffic(changes, peak, wire, exposed):
     """GiB of a GPU, and per step. A few percent above what it was when this was written."""
-    assert step(*changes).memory.peak <= peak * GIB
+    assert step(*changes).assignment.peak_bytes <= peak * GIB
     assert read.wire_bytes(found(*changes)) <= wire * GIB
     assert read.exposed_bytes(found(*changes)) <= exposed * GIB
 

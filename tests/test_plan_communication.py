@@ -80,7 +80,7 @@ def _flags(text, program):
     links = roofline.Links(hardware.by_key("h200"), 8, shape)
     walked = timeline.walk(planted, found, links)
     expected = closed_form.closed_form(program.config, 8).axis_bytes()
-    return ledger.communication(planted, found, walked, links, shapes.of(program), expected).flags
+    return ledger.communication(planted, found, walked.waits, links, shapes.of(program), expected).flags
 
 
 LINK = dict(mesh_shape={"data": 4, "fsdp": 8, "tensor": 2}, per_node=8)

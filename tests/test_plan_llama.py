@@ -13,7 +13,7 @@ from planned import compiled, needs_plugin, plan
 
 from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
 from jaxtrain.plan.predict.roofline import RATES
-from jaxtrain.plan.read import buffers, collectives, hlo, memory, shapes
+from jaxtrain.plan.read import buffers, collectives, hlo, memory, origin, shapes
 from jaxtrain.remat.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.plan
@@ -114,7 +114,7 @@ def test_the_ledger_does_not_depend_on_source_files(changes):
 
 @needs_plugin
 def test_the_program_sets_the_scopes_that_the_plan_reads():
-    names = {scope for node in compiled(*SHARDED).module.nodes.values() for scope in memory.scopes(node.op_name)}
+    names = {scope for node in compiled(*SHARDED).module.nodes.values() for scope in origin.scopes(node.op_name)}
     assert {LOSS, OPTIMIZER, WEIGHTS, "qkv", "attention", "mlp_hidden"} <= names
     pieces = plan(*SHARDED).ledger.pieces
     assert any(piece.row == "gradients" and WEIGHTS in piece.op_name for piece in pieces)
@@ -135,7 +135,7 @@ def test_passes_by_scope():
         ("transpose(jvp(backward))/transpose(jvp(jvp()))/checkpoint/mlp_out/BTD,DF->BTF/dot_general", "backward"),
         ("transpose(jvp(backward))/transpose(jvp(jvp()))/checkpoint/rematted_computation/mlp_hidden/mul", "recomputed"),
     ]:
-        assert memory.pass_of(scope + name) == expected
+        assert origin.pass_of(scope + name) == expected
 
 
 @needs_plugin

@@ -31,14 +31,14 @@ def main(arguments: Sequence[str]) -> None:
     from jaxtrain.observe.progress import setup_logging
     from jaxtrain.plan import compile, fallback
     from jaxtrain.plan.search import advice, compare
-    from jaxtrain.plan.show import page, report
+    from jaxtrain.plan.show import data, page, report
     from jaxtrain.plan.study import study
 
     setup_logging()
     console = Console(highlight=False)
     topology = compile.parse_topology(args.topology)
     if args.compare:
-        compare.show(compare.compare(config, topology, args.compare), console)
+        console.print(report.drawn(compare.table(compare.compare(config, topology, args.compare))))
         return
     name = pathlib.Path(args.config.partition(":")[0]).stem
     if reason := compile.unavailable():
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         found = advice.alternatives(config, plan, args.advise_s)
     report.show(plan, found, console)
     for path, text in (
-        (args.json, lambda: json.dumps(report.as_json(plan, found), indent=1)),
+        (args.json, lambda: json.dumps(data.as_json(plan, found), indent=1)),
         (args.html, lambda: page.render(plan, found)),
     ):
         if path:

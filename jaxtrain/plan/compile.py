@@ -53,18 +53,6 @@ class Topology:
         return f"{self.gpu.key}:{self.nodes}x{self.per_node}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, by XLA's buffer assignment. Arguments that the step may overwrite (`alias`) are outputs too."""
-
-    argument: int
-    output: int
-    alias: int
-    temp: int
-    peak: int  # as XLA says it: without what fragmentation adds
-    host: int  # pinned host memory of all kinds together
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
     """A training step compiled for a topology."""
@@ -73,7 +61,6 @@ class Compiled:
     topology: Topology
     options: dict[str, Any]  # compiler options beside XLA's defaults
     executable: jax.stages.Compiled
-    memory: Memory
     hlo_proto: bytes  # the compiled module, with XLA's buffer assignment
     lower_s: float  # building, tracing and lowering
     compile_s: float
@@ -196,7 +183,6 @@ def compile_step(
         topology=topology,
         options=options,
         executable=executable,
-        memory=_memory(executable.memory_analysis()),
         hlo_proto=hlo_proto,
         lower_s=lowered_at - started,
         compile_s=time.monotonic() - lowered_at,
@@ -244,16 +230,3 @@ def _refused_option(message: str) -> str:
         return f"XLA of jax {jax.__version__} has no option {match[1]}"
     match = re.search(r"(While setting option \w+, .*)", message)
     return match[1] if match else ""
-
-
-def _memory(stats: Any) -> Memory:
-    host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
-    host -= stats.host_alias_size_in_bytes
-    return Memory(
-        argument=stats.argument_size_in_bytes,
-        output=stats.output_size_in_bytes,
-        alias=stats.alias_size_in_bytes,
-        temp=stats.temp_size_in_bytes,
-        peak=stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes,  # XLA counts arguments on the host, too
-        host=host,
-    )

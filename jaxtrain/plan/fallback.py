@@ -21,7 +21,7 @@ import ml_collections
 
 from jaxtrain.parallel import mesh
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.predict import closed_form, communication, roofline
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.read import collectives, hlo, shapes
 from jaxtrain.plan.study import Plan, about
@@ -30,7 +30,6 @@ from jaxtrain.train.program import Program, build_program
 
 MAX_DEVICES = 256  # that one process pretends to have
 MAX_COMPILED = 64
-NO_TIMELINE = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, 0)
 
 
 def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: str, reason: str) -> Plan:
@@ -99,4 +98,4 @@ def _communication(program, proto, topology, closed) -> Communication:
     module, shape = hlo.read(proto), dict(program.layout.mesh.shape)
     links = roofline.Links(topology.gpu, topology.per_node, shape)
     found, dtype = collectives.collectives(module, shape), program.config.precision.compute_dtype
-    return communication.communication(module, found, NO_TIMELINE, links, shapes.of(program), closed.axis_bytes(), dtype)
+    return communication.communication(module, found, {}, links, shapes.of(program), closed.axis_bytes(), dtype)

@@ -131,7 +131,7 @@ def study(
     turns = key_blocks(config, compiled.mesh_shape["sequence"])
     walked = timeline.walk(compiled.module, found, links, turns, busy=compiled.shares[1])
     spoken = communication.communication(
-        compiled.module, found, walked, links, facts, closed.axis_bytes(), config.precision.compute_dtype
+        compiled.module, found, walked.waits, links, facts, closed.axis_bytes(), config.precision.compute_dtype
     )
     done = time.monotonic()
     seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}

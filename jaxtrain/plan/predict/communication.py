@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 from jaxtrain.model.attention.cudnn import SQUARE
 from jaxtrain.plan.predict.roofline import Links
-from jaxtrain.plan.predict.timeline import Timeline
 from jaxtrain.plan.read.collectives import Collective
 from jaxtrain.plan.read.hlo import Array, Instruction, Module
 from jaxtrain.plan.read.shapes import Facts
@@ -77,7 +76,7 @@ class Communication:
 def communication(
     module: Module,
     collectives: list[Collective],
-    timeline: Timeline,
+    waits: Mapping[int, float],
     links: Links,
     facts: Facts,
     expected: Mapping[str, int],
@@ -86,12 +85,13 @@ def communication(
     """The ledger of a compiled step.
 
     Args:
+      waits: id of a collective -> seconds that the computation waits for it in a step.
       expected: bytes a device sends per step along each axis, by the closed form.
     """
     groups: dict[tuple, list[Collective]] = collections.defaultdict(list)
     for c in collectives:
         groups[c.computation, c.kind, c.axes, c.dtype, c.operands, c.asynchronous, c.exposed, c.loops].append(c)
-    lines = sorted((_line(group, timeline, links, facts) for group in groups.values()), key=lambda line: -line.bytes_per_step)
+    lines = sorted((_line(group, waits, links, facts) for group in groups.values()), key=lambda line: -line.bytes_per_step)
     sums = {
         what: _sums(lines, lambda line, what=what: getattr(line, what)) for what in ("bytes_per_step", "seconds", "waited_s")
     }
@@ -127,10 +127,10 @@ def purpose(collective: Collective, facts: Facts) -> str:
     return "weights" if collective.kind == "all-gather" else "gradients"
 
 
-def _line(group, timeline, links, facts) -> Line:
+def _line(group, waits, links, facts) -> Line:
     first = group[0]
     seconds = sum(links.seconds(c) * c.executions for c in group)
-    waited = sum(timeline.waits.get(key, 0.0) for key in {c.id for c in group})
+    waited = sum(waits.get(key, 0.0) for key in {c.id for c in group})
     operands = collections.Counter(map(str, first.operands))
     return Line(
         kind=first.kind,

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping
 
@@ -261,17 +262,9 @@ class Loop:
     trips: float | None
 
 
-_ARITHMETIC = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "NE": lambda a, b: a != b,
-    "EQ": lambda a, b: a == b,
-}
+_COMPARISONS = ("LT", "LE", "GT", "GE", "NE", "EQ")
+_ARITHMETIC = {name: getattr(operator, name.lower()) for name in _COMPARISONS}
+_ARITHMETIC |= {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
 def read(data: bytes, shares: Mapping[str, float] | None = None) -> Module:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 
@@ -17,9 +16,9 @@ from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
 from jaxtrain.pipeline.schedule import SCOPE
 from jaxtrain.plan.read import collectives
 from jaxtrain.plan.read.buffers import Assignment, Buffer, Value
-from jaxtrain.plan.read.hlo import DEVICE, HOST, Instruction, Module
+from jaxtrain.plan.read.hlo import DEVICE, HOST, Module
+from jaxtrain.plan.read.origin import activation_name, named, operation, pass_of, scopes, written
 from jaxtrain.plan.read.shapes import Facts
-from jaxtrain.remat.activations import ACTIVATIONS
 
 # Rows in the order of the page.
 ROWS = {
@@ -49,8 +48,8 @@ _STATE = (  # arguments by name
     (r"^batch|\bbatch\[", "batch"),
 )
 _PASSED_ON = ("parameter", "while", "tuple", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier")
-_RESHAPED = ("bitcast", "copy", "convert", "transpose", "reshape", "opt-barrier")
 _SCRATCH = ("s8", "u8")
+_PACKAGE = "jaxtrain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +153,13 @@ class Books:
                     row, name = found
                     return Piece(row, name, buffer.size, _shape(value), self.source(value), value.node.op_name)
         value = made[0]
-        return Piece("other", _operation(value.node), buffer.size, _shape(value), self.source(value), value.node.op_name)
+        return Piece("other", operation(value.node), buffer.size, _shape(value), self.source(value), value.node.op_name)
 
     def _telling(self, value: Value) -> tuple:
         """Sorts first what says most about a buffer: what fills it in a loop, then what was not made from nothing."""
-        peeled = value.node.computation not in self.module.callers
-        return not self.written(value.node), peeled, value.node.opcode in ("broadcast", "copy", "pad"), not value.node.op_name
+        node = value.node
+        peeled, made = node.computation not in self.module.callers, node.opcode in ("broadcast", "copy", "pad")
+        return not written(self.module, node), peeled, made, not node.op_name
 
     def curve(self, held: dict[str, int], moments: int) -> tuple[dict[str, int], ...]:
         """Bytes by row at about `moments` events, the peak among them."""
@@ -184,10 +184,10 @@ class Books:
         """The operation at an event, for people."""
         value = self.assignment.values[event.value]
         where = self.source(value)
-        return f"{_operation(value.node)}{f' ({where})' if where else ''}"
+        return f"{operation(value.node)}{f' ({where})' if where else ''}"
 
     def source(self, value: Value) -> str:
-        """FILE:LINE of the innermost frame inside this package."""
+        """FILE:LINE of the innermost frame inside this package, for people; no rule asks for it."""
         for frame in self.module.stack(value.node.frame):
             if f"{_PACKAGE}/" in frame.file:
                 return f"{_PACKAGE}/{frame.file.rpartition(f'{_PACKAGE}/')[2]}:{frame.line}"
@@ -195,61 +195,7 @@ class Books:
 
     def about_weights(self, value: Value) -> bool:
         """Whether the code that a value comes from handles weights and their gradients."""
-        return not {WEIGHTS, OPTIMIZER}.isdisjoint(scopes(self.named(value.node).op_name))
-
-    def in_block(self, node: Instruction) -> str:
-        """What a value of the block at work is: the activation's name, or the operation's; and in which pass it is made."""
-        node = self.named(node)
-        name, kind = activation_name(node) or _operation(node), pass_of(node.op_name)
-        return {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}[kind]
-
-    def written(self, node: Instruction | None) -> Instruction | None:
-        """What an instruction writes into a part of its operand (a dynamic-update-slice's update); None if it does not."""
-        nodes = self.module.nodes
-        if node is None or node.opcode == "dynamic-update-slice":
-            return self.made(nodes[node.operands[1]], into_loops=True) if node else None
-        if node.opcode != "fusion":
-            return None
-        inside = self.module.computations[node.called[0]].instructions
-        inner = [n for n in inside if n.opcode == "dynamic-update-slice"]
-        if not inner:
-            return None
-        source = nodes[inner[0].operands[1]]
-        while source.opcode in _RESHAPED:
-            source = nodes[source.operands[0]]
-        return self.made(nodes[node.operands[source.parameter]], into_loops=True) if source.opcode == "parameter" else source
-
-    def named(self, node: Instruction) -> Instruction:
-        """The instruction itself, or what XLA's own copy, which has no name or that of the whole step, is a copy of."""
-        return node if _says(node) else self.made(node, out_of_loops=True)
-
-    def made(self, node: Instruction, into_loops: bool = False, out_of_loops: bool = False) -> Instruction:
-        """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last.
-
-        into_loops: of what a loop fills part by part, where a part was computed; out_of_loops: of what a loop begins with.
-        """
-        nodes, computations = self.module.nodes, self.module.computations
-        part = 0  # of a tuple
-        for _ in range(50):
-            caller = self.module.callers.get(node.computation)
-            if node.opcode == "get-tuple-element":
-                node, part = nodes[node.operands[0]], node.tuple_index
-            elif node.opcode == "tuple":
-                node = nodes[node.operands[part]]
-            elif node.opcode in _RESHAPED or node.opcode.endswith("-done") or _is_copy(node):
-                node = nodes[node.operands[0]]
-            elif node.opcode == "async-start":
-                node = computations[node.called[0]].root
-            elif node.opcode == "parameter" and caller and caller.opcode == "async-start":
-                node = nodes[caller.operands[node.parameter]]
-            elif node.opcode == "parameter" and caller and caller.opcode == "while" and out_of_loops:
-                node = nodes[caller.operands[0]]
-            elif node.opcode == "while" and into_loops:
-                root = next(r for c in node.called if (r := computations[c].root).opcode == "tuple")
-                return self.written(nodes[root.operands[part]]) or node
-            else:
-                break
-        return node
+        return not {WEIGHTS, OPTIMIZER}.isdisjoint(scopes(named(self.module, value.node).op_name))
 
 
 # The rules: (books, value) -> (row, name), or None if it does not apply.
@@ -276,9 +222,9 @@ def _collective(books: Books, value: Value):
 def _kept(books: Books, value: Value):
     """Stacks of something with tokens, filled layer by layer. With a pattern of several layers, a stack has a part of them."""
     facts, dims = books.facts, [d for d in value.dims if d > 1]
-    source = books.named(value.node)
-    written, empty = books.written(source), re.search(r"/broadcast(_in_dim|\.\d+)?$", source.op_name)
-    if not (written or empty or source.opcode in _PASSED_ON):
+    source = named(books.module, value.node)
+    part, empty = written(books.module, source), re.search(r"/broadcast(_in_dim|\.\d+)?$", source.op_name)
+    if not (part or empty or source.opcode in _PASSED_ON):
         return None  # computed at once
     stacks = set(dims[:2]) & {n + more for n in (facts.layers, facts.groups) for more in (-1, 0, 1)}
     if facts.layers == 1 or not stacks:
@@ -290,21 +236,15 @@ def _kept(books: Books, value: Value):
     weight = facts.weight(value.dims)
     if weight and weight.stacked and (value.dtype == "f32" or weight.exact or books.about_weights(value)):
         return None
-    gathered = written and collectives.kind(written) == "all-gather"
-    if gathered and not set(books.axes.get(written.id, ())) & {"tensor", "sequence"}:
-        return "parameters", f"gathered, of all layers: {written.op_name}"
+    gathered = part and collectives.kind(part) == "all-gather"
+    if gathered and not set(books.axes.get(part.id, ())) & {"tensor", "sequence"}:
+        return "parameters", f"gathered, of all layers: {part.op_name}"
     if empty:
         return "activations", "not yet filled"
-    name = (written and activation_name(written)) or _kept_name(written)
+    # What comes into a block was not computed in it.
+    name = "block_in" if part is None or part.opcode in ("parameter", "while") else activation_name(part) or operation(part)
     # zero_bubble's backward keeps what gradients of weights are products of.
     return "activations", f"for gradients of weights, {name}" if f"/{SCOPE}backward" in source.op_name else name
-
-
-def _kept_name(written: Instruction | None) -> str:
-    """Of an activation without a name. What comes into a block was not computed in it."""
-    if written is None or written.opcode in ("parameter", "while"):
-        return "block_in"
-    return _operation(written)
 
 
 def _loss(books: Books, value: Value):
@@ -314,7 +254,7 @@ def _loss(books: Books, value: Value):
     if weight and not (by_shape and facts.chunk in value.dims):
         return None
     if by_shape or LOSS in scopes(value.node.op_name):
-        return "logits", _operation(value.node)
+        return "logits", operation(value.node)
     return None
 
 
@@ -337,67 +277,11 @@ def _weight(books: Books, value: Value):
 
 def _activation(books: Books, value: Value):
     if books.facts.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
-        return "block", books.in_block(value.node)
+        node = named(books.module, value.node)
+        name = activation_name(node) or operation(node)
+        passes = {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}
+        return "block", passes[pass_of(node.op_name)]
     return None
-
-
-def pass_of(op_name: str) -> str:
-    """In which pass an operation of a block runs: forward, recomputed (the forward once more, in the backward), or backward.
-
-    By the scopes that jax writes: what a checkpoint repeats is in `rematted_computation`; where a block recomputes all, its
-    forward is in the scope `backward` but not transposed.
-    """
-    if "rematted_computation" in op_name:
-        return "recomputed"
-    _, backward, inside = op_name.partition("backward")
-    if not backward:
-        return "backward" if "transpose(" in op_name else "forward"
-    return "backward" if "transpose(" in inside or "/checkpoint/" in inside else "recomputed"
-
-
-_PACKAGE = "jaxtrain"
-
-
-def _says(node: Instruction) -> bool:
-    """Whether an operation's name says more than that it is of the step."""
-    return any(scope not in ("", "shard_map") for scope in scopes(node.op_name))
-
-
-def _is_copy(node: Instruction) -> bool:
-    return node.opcode == "fusion" and len(node.operands) == 1 and not _says(node)
-
-
-def activation_name(node: Instruction) -> str:
-    """Which of ACTIVATIONS a value is, by its scope; "" if none."""
-    found = set(scopes(node.op_name)).intersection(ACTIVATIONS)
-    return next((name for name in reversed(ACTIVATIONS) if name in found), "")
-
-
-def _operation(node: Instruction) -> str:
-    """The last parts of where a value comes from, without what every name has."""
-    parts = [part for part in scopes(node.op_name) if part and part not in _EVERYWHERE]
-    return "/".join(parts[-2:]) or node.opcode or "unknown"
-
-
-_EVERYWHERE = (
-    *("shard_map", "closed_call", "body", "while", "forward", "backward", "checkpoint", "rematted_computation"),
-    *(LOSS, OPTIMIZER, WEIGHTS),
-)
-
-
-@functools.cache
-def scopes(op_name: str) -> tuple[str, ...]:
-    """The scopes of an operation, outermost first, without what jax writes around them: "transpose(jvp(mlp_in))" is "mlp_in".
-
-    Names of functions are "".
-    """
-    return tuple(map(_inside, op_name.split("/")))
-
-
-def _inside(part: str) -> str:
-    while match := re.fullmatch(r"(jvp|transpose|jit)\((.*)\)", part):
-        part = "" if match[1] == "jit" else match[2]
-    return part
 
 
 def _shape(value: Value) -> str:

@@ -34,11 +34,6 @@ class Leaf:
     shapes: dict[str, tuple[int, ...]]  # placement or "whole" -> one device's, without the layers
     merged: dict[str, tuple[int, ...]]  # the same with heads and head_dim as one
 
-    @property
-    def local_elements(self) -> dict[str, int]:
-        """Elements on one device by placement, all layers."""
-        return {placement: self.layers * math.prod(shape) for placement, shape in self.shapes.items()}
-
 
 @dataclasses.dataclass(frozen=True)
 class Match:
