@@ -13,7 +13,7 @@ from jaxtrain.hardware import gpus as hardware
 from jaxtrain.model.attention.cudnn import SQUARE
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
-from jaxtrain.plan.read import shapes
+from jaxtrain.plan.read.shapes import local_shapes
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
 pytestmark = [pytest.mark.plan, needs_plugin]
@@ -100,6 +100,6 @@ def test_traffic_is_the_formulas():
     collectives = step().collectives()
     walked = timeline.walk(step().module, collectives, links)
     expected = closed_form.closed_form(step().program.config, WAYS).axis_bytes()
-    found = communication.communication(step().module, collectives, walked.waits, links, shapes.of(step().program), expected)
+    found = communication.communication(step().module, collectives, walked.waits, links, local_shapes(step().program), expected)
     assert found.axis_bytes["sequence"] == pytest.approx(expected["sequence"], rel=0.01)
     assert {flag.name for flag in found.flags} <= {"synchronous collective", "tiny collective in a loop"}

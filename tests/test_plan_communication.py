@@ -16,7 +16,8 @@ from jaxtrain.parallel import parameters as weights
 from jaxtrain.parallel.collectives import all_gather
 from jaxtrain.plan.predict import closed_form, roofline, timeline
 from jaxtrain.plan.predict import communication as ledger
-from jaxtrain.plan.read import collectives, shapes
+from jaxtrain.plan.read import collectives
+from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.plan.study import study
 
 pytestmark = pytest.mark.plan
@@ -80,7 +81,7 @@ def _flags(text, program):
     links = roofline.Links(hardware.by_key("h200"), 8, shape)
     walked = timeline.walk(planted, found, links)
     expected = closed_form.closed_form(program.config, 8).axis_bytes()
-    return ledger.communication(planted, found, walked.waits, links, shapes.of(program), expected).flags
+    return ledger.communication(planted, found, walked.waits, links, local_shapes(program), expected).flags
 
 
 LINK = dict(mesh_shape={"data": 4, "fsdp": 8, "tensor": 2}, per_node=8)

@@ -13,7 +13,8 @@ from planned import compiled, needs_plugin, plan
 
 from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
 from jaxtrain.plan.predict.roofline import RATES
-from jaxtrain.plan.read import buffers, collectives, hlo, memory, origin, shapes
+from jaxtrain.plan.read import buffers, collectives, hlo, memory, origin
+from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.remat.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.plan
@@ -81,7 +82,7 @@ def test_kept_activations_are_those_of_the_formula(changes):
 def test_what_a_block_computes_bears_its_name(changes):
     """Of all buffers that the schedule ever has: activations by name, recomputed ones too, and in which pass they are made."""
     step = compiled(*changes)
-    books = memory.Books(step.assignment, step.module, shapes.of(step.program), step.mesh_shape)
+    books = memory.Books(step.assignment, step.module, local_shapes(step.program), step.mesh_shape)
     every = {buffer.values: None for _, state in step.assignment.moments(range(len(step.assignment.curve))) for buffer in state}
     pieces = [books.buffer(buffers.Buffer(values[0].size, values)) for values in every]
     large = {piece.name for piece in pieces if piece.row == "block" and piece.size >= 2**23 and "/while/body/" in piece.op_name}
@@ -106,7 +107,7 @@ def test_the_ledger_does_not_depend_on_source_files(changes):
     """Scopes say what an array is for: without the files, lines and functions of the source, nothing but `source` changes."""
     step, found = compiled(*changes), plan(*changes).ledger
     nowhere = dataclasses.replace(step.module, frames=())
-    bare = memory.ledger(step.assignment, nowhere, shapes.of(step.program), step.mesh_shape)
+    bare = memory.ledger(step.assignment, nowhere, local_shapes(step.program), step.mesh_shape)
     assert any(piece.source for piece in found.pieces) and not any(piece.source for piece in bare.pieces)
     assert bare.rows == found.rows and bare.parts == found.parts and bare.curve == found.curve and bare.host == found.host
     assert bare.pieces == tuple(dataclasses.replace(piece, source="") for piece in found.pieces)

@@ -23,7 +23,8 @@ from jaxtrain.parallel import mesh
 from jaxtrain.plan import compile
 from jaxtrain.plan.predict import closed_form, communication, roofline
 from jaxtrain.plan.predict.communication import Communication
-from jaxtrain.plan.read import collectives, hlo, shapes
+from jaxtrain.plan.read import collectives, hlo
+from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.plan.study import Plan, about
 from jaxtrain.runtime import compat
 from jaxtrain.train.program import Program, build_program
@@ -98,4 +99,4 @@ def _communication(program, proto, topology, closed) -> Communication:
     module, shape = hlo.read(proto), dict(program.layout.mesh.shape)
     links = roofline.Links(topology.gpu, topology.per_node, shape)
     found, dtype = collectives.collectives(module, shape), program.config.precision.compute_dtype
-    return communication.communication(module, found, {}, links, shapes.of(program), closed.axis_bytes(), dtype)
+    return communication.communication(module, found, {}, links, local_shapes(program), closed.axis_bytes(), dtype)

@@ -22,8 +22,9 @@ from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
 from jaxtrain.plan.predict.closed_form import ClosedForm
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.predict.timeline import Timeline
-from jaxtrain.plan.read import memory, shapes
+from jaxtrain.plan.read import memory
 from jaxtrain.plan.read.memory import Ledger
+from jaxtrain.plan.read.shapes import local_shapes
 
 # What a process needs of a device beside XLA's buffers: CUDA context, NCCL's buffers, loaded kernels. An estimate.
 RESERVED_BYTES = 2 << 30
@@ -123,15 +124,15 @@ def study(
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()
     compiled = compile.compile_step(config, topology, options)
-    facts = shapes.of(compiled.program)
+    local = local_shapes(compiled.program)
     read = time.monotonic()
-    ledger = memory.ledger(compiled.assignment, compiled.module, facts, compiled.mesh_shape)
+    ledger = memory.ledger(compiled.assignment, compiled.module, local, compiled.mesh_shape)
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
     found = compiled.collectives()
     turns = key_blocks(config, compiled.mesh_shape["sequence"])
     walked = timeline.walk(compiled.module, found, links, turns, busy=compiled.shares[1])
     spoken = communication.communication(
-        compiled.module, found, walked.waits, links, facts, closed.axis_bytes(), config.precision.compute_dtype
+        compiled.module, found, walked.waits, links, local, closed.axis_bytes(), config.precision.compute_dtype
     )
     done = time.monotonic()
     seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}

@@ -16,7 +16,7 @@ from jaxtrain.model.attention.cudnn import SQUARE
 from jaxtrain.plan.predict.roofline import Links
 from jaxtrain.plan.read.collectives import Collective
 from jaxtrain.plan.read.hlo import Array, Instruction, Module
-from jaxtrain.plan.read.shapes import Facts
+from jaxtrain.plan.read.shapes import LocalShapes
 
 TINY_BYTES = LARGE_BYTES = 1 << 20
 TOLERANCE = 0.02  # by which an axis's bytes may differ from the closed form unflagged
@@ -78,7 +78,7 @@ def communication(
     collectives: list[Collective],
     waits: Mapping[int, float],
     links: Links,
-    facts: Facts,
+    shapes: LocalShapes,
     expected: Mapping[str, int],
     compute_dtype: str = "bfloat16",
 ) -> Communication:
@@ -91,13 +91,13 @@ def communication(
     groups: dict[tuple, list[Collective]] = collections.defaultdict(list)
     for c in collectives:
         groups[c.computation, c.kind, c.axes, c.dtype, c.operands, c.asynchronous, c.exposed, c.loops].append(c)
-    lines = sorted((_line(group, waits, links, facts) for group in groups.values()), key=lambda line: -line.bytes_per_step)
+    lines = sorted((_line(group, waits, links, shapes) for group in groups.values()), key=lambda line: -line.bytes_per_step)
     sums = {
         what: _sums(lines, lambda line, what=what: getattr(line, what)) for what in ("bytes_per_step", "seconds", "waited_s")
     }
     flags = [
         *_flags(lines),
-        *_weight_flags(collectives, facts, compute_dtype),
+        *_weight_flags(collectives, shapes, compute_dtype),
         *_axis_flags(sums["bytes_per_step"], expected),
         *_attention_flags(module),
     ]
@@ -111,15 +111,15 @@ def communication(
     )
 
 
-def purpose(collective: Collective, facts: Facts) -> str:
+def purpose(collective: Collective, shapes: LocalShapes) -> str:
     """What a collective is for: by its axes, and by whose dimensions its largest operand has."""
     largest: Array = max(collective.operands, key=lambda array: math.prod(array.dims))
     if largest.dtype[0] in "sup" and largest.dtype != "u8":
         return "other"
-    axes, weight = set(collective.axes), facts.weight(largest.dims)
+    axes, weight = set(collective.axes), shapes.weight(largest.dims)
     of_rows = "tensor" in axes or "sequence" in axes and not (weight and collective.kind in _SUMS_AND_GATHERS)
     if of_rows and not {"data", "fsdp"} & axes:
-        return "activations" if collective.operand_bytes > LARGE_BYTES or facts.has_tokens(largest.dims) else "other"
+        return "activations" if collective.operand_bytes > LARGE_BYTES or shapes.has_tokens(largest.dims) else "other"
     if collective.kind == "all-to-all":
         return "activations"
     if not weight:
@@ -127,14 +127,14 @@ def purpose(collective: Collective, facts: Facts) -> str:
     return "weights" if collective.kind == "all-gather" else "gradients"
 
 
-def _line(group, waits, links, facts) -> Line:
+def _line(group, waits, links, shapes) -> Line:
     first = group[0]
     seconds = sum(links.seconds(c) * c.executions for c in group)
     waited = sum(waits.get(key, 0.0) for key in {c.id for c in group})
     operands = collections.Counter(map(str, first.operands))
     return Line(
         kind=first.kind,
-        purpose=purpose(first, facts),
+        purpose=purpose(first, shapes),
         axes=first.axes,
         dtype=first.dtype,
         operands=" ".join(f"{shape} x{count}" if count > 1 else shape for shape, count in operands.items()),
@@ -213,21 +213,20 @@ def _merged(flags: list[Flag]) -> tuple[Flag, ...]:
     return tuple(Flag(*key, size) for key, size in sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _weight_flags(collectives: list[Collective], facts: Facts, compute_dtype: str) -> list[Flag]:
+def _weight_flags(collectives: list[Collective], shapes: LocalShapes, compute_dtype: str) -> list[Flag]:
     """Gathers of weights in float32, and of the whole embedding table, which ids and rows should travel for instead."""
     wide: collections.Counter = collections.Counter()
     table: collections.Counter = collections.Counter()
-    embedding = next((leaf for leaf in facts.leaves if leaf.name == "embedder.table"), None)
-    tied = not any(leaf.name == "head.kernel" for leaf in facts.leaves)
+    embedding, tied = shapes.named("embedder.table", "working"), shapes.named("head.kernel", "working") is None
     for c in collectives:
         if c.kind != "all-gather" or "tensor" in c.axes:
             continue
         for operand in c.operands:
             sent = operand.bytes * (c.group_size - 1) * c.executions
-            weight = facts.weight(operand.dims)
+            weight = shapes.weight(operand.dims)
             if weight and operand.dtype == "f32" and compute_dtype != "float32" and operand.bytes >= LARGE_BYTES:
                 wide[weight.names] += sent
-            if embedding and not tied and tuple(d for d in operand.dims if d > 1) == embedding.shapes["working"]:
+            if not tied and tuple(d for d in operand.dims if d > 1) == embedding:
                 table["embedder.table"] += sent
     flags = [
         Flag(

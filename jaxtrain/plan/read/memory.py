@@ -2,7 +2,7 @@
 
 Arguments are what their names say. Of XLA's heap those bytes are counted that are alive when it is fullest; what else it takes
 is fragmentation. A buffer's purpose follows from the operation that made it, the place in the source, and its dimensions
-(`facts`): rules in one order, the first that fits counts.
+(`shapes`): rules in one order, the first that fits counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtrain.plan.read import collectives
 from jaxtrain.plan.read.buffers import Assignment, Buffer, Value
 from jaxtrain.plan.read.hlo import DEVICE, HOST, Module
 from jaxtrain.plan.read.origin import activation_name, named, operation, pass_of, scopes, written
-from jaxtrain.plan.read.shapes import Facts
+from jaxtrain.plan.read.shapes import LocalShapes
 
 # Rows in the order of the page.
 ROWS = {
@@ -89,13 +89,15 @@ class Ledger:
     curve: tuple[dict[str, int], ...]
 
 
-def ledger(assignment: Assignment, module: Module, facts: Facts, mesh_shape: Mapping[str, int], moments: int = 200) -> Ledger:
+def ledger(
+    assignment: Assignment, module: Module, shapes: LocalShapes, mesh_shape: Mapping[str, int], moments: int = 200
+) -> Ledger:
     """The ledger of a compiled step.
 
     Args:
       moments: about how many points the curve gets.
     """
-    books = Books(assignment, module, facts, mesh_shape)
+    books = Books(assignment, module, shapes, mesh_shape)
     held = [piece for a in assignment.allocations if a.color == DEVICE for piece in books.allocation(a)]
     live = [books.buffer(buffer) for buffer in assignment.alive(assignment.peak_at)]
     pieces = [*held, *live]
@@ -121,8 +123,8 @@ def ledger(assignment: Assignment, module: Module, facts: Facts, mesh_shape: Map
 class Books:
     """The rules, with what they look up."""
 
-    def __init__(self, assignment: Assignment, module: Module, facts: Facts, mesh_shape: Mapping[str, int]):
-        self.assignment, self.module, self.facts = assignment, module, facts
+    def __init__(self, assignment: Assignment, module: Module, shapes: LocalShapes, mesh_shape: Mapping[str, int]):
+        self.assignment, self.module, self.shapes = assignment, module, shapes
         self.axes = collectives.axes_of(module, mesh_shape)
         self.known: dict[tuple[int, ...], str] = {}  # row of a buffer, by its values
 
@@ -211,7 +213,7 @@ def _scratch(books: Books, value: Value):
 def _collective(books: Books, value: Value):
     if not (kind := collectives.kind(value.node)):
         return None
-    weight, axes = books.facts.weight(value.dims), set(books.axes.get(value.node.id, ()))
+    weight, axes = books.shapes.weight(value.dims), set(books.axes.get(value.node.id, ()))
     if value.dtype.startswith(("s", "u", "pred")) or not weight or "tensor" in axes:
         return "collectives", kind
     if kind != "all-gather":
@@ -221,19 +223,19 @@ def _collective(books: Books, value: Value):
 
 def _kept(books: Books, value: Value):
     """Stacks of something with tokens, filled layer by layer. With a pattern of several layers, a stack has a part of them."""
-    facts, dims = books.facts, [d for d in value.dims if d > 1]
+    shapes, dims = books.shapes, [d for d in value.dims if d > 1]
     source = named(books.module, value.node)
     part, empty = written(books.module, source), re.search(r"/broadcast(_in_dim|\.\d+)?$", source.op_name)
     if not (part or empty or source.opcode in _PASSED_ON):
         return None  # computed at once
-    stacks = set(dims[:2]) & {n + more for n in (facts.layers, facts.groups) for more in (-1, 0, 1)}
-    if facts.layers == 1 or not stacks:
+    stacks = set(dims[:2]) & {n + more for n in (shapes.layers, shapes.groups) for more in (-1, 0, 1)}
+    if shapes.layers == 1 or not stacks:
         return None
     rest = list(dims)
     rest.remove(stacks.pop())
-    if not facts.has_tokens(rest):
+    if not shapes.has_tokens(rest):
         return None
-    weight = facts.weight(value.dims)
+    weight = shapes.weight(value.dims)
     if weight and weight.stacked and (value.dtype == "f32" or weight.exact or books.about_weights(value)):
         return None
     gathered = part and collectives.kind(part) == "all-gather"
@@ -248,10 +250,10 @@ def _kept(books: Books, value: Value):
 
 
 def _loss(books: Books, value: Value):
-    facts = books.facts
-    weight = facts.weight(value.dims)
-    by_shape = facts.vocab in value.dims and facts.has_tokens(value.dims)
-    if weight and not (by_shape and facts.chunk in value.dims):
+    shapes = books.shapes
+    weight = shapes.weight(value.dims)
+    by_shape = shapes.vocab in value.dims and shapes.has_tokens(value.dims)
+    if weight and not (by_shape and shapes.chunk in value.dims):
         return None
     if by_shape or LOSS in scopes(value.node.op_name):
         return "logits", operation(value.node)
@@ -259,13 +261,13 @@ def _loss(books: Books, value: Value):
 
 
 def _weight(books: Books, value: Value):
-    if not (found := books.facts.weight(value.dims)) or "dot_product_attention" in value.node.op_name:
+    if not (found := books.shapes.weight(value.dims)) or "dot_product_attention" in value.node.op_name:
         return None
     letters = re.findall(r"(?:^|/)[A-Za-z]+,[A-Za-z]+->([A-Za-z]+)(?:/|$)", value.node.op_name)
     if letters:  # a product: of tokens, unless its result has no dimension of tokens
         if {"B", "T", "t", "c"} & set(letters[-1]):
             return None
-    elif books.facts.has_tokens(value.dims) and not books.about_weights(value):
+    elif books.shapes.has_tokens(value.dims) and not books.about_weights(value):
         vector = value.dtype == "f32" and len(value.dims) == 1  # tokens come in rows
         if not (found.exact and (found.stacked or vector)):
             return None
@@ -276,7 +278,7 @@ def _weight(books: Books, value: Value):
 
 
 def _activation(books: Books, value: Value):
-    if books.facts.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
+    if books.shapes.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
         node = named(books.module, value.node)
         name = activation_name(node) or operation(node)
         passes = {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}
