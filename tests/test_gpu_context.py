@@ -98,7 +98,7 @@ def test_traffic_is_the_formulas():
     """Of keys, values and their gradients, and of the state, which the devices of a row share. The plan has nothing to flag."""
     links = roofline.Links(hardware.by_key("h200"), WAYS, step().mesh_shape)
     collectives = step().collectives()
-    walked = timeline.walk(step().module, collectives, links)
+    walked = timeline.simulate(step().module, collectives, links)
     expected = closed_form.closed_form(step().program.config, WAYS).axis_bytes()
     found = communication.communication(step().module, collectives, walked.waits, links, local_shapes(step().program), expected)
     assert found.axis_bytes["sequence"] == pytest.approx(expected["sequence"], rel=0.01)

@@ -94,7 +94,7 @@ def test_stages_compute_what_their_table_says():
     """Products of a device: those of its layers, forward, recomputed and backward, and its share of the vocabulary's."""
     compiled = step("1f1b", 8)
     links = roofline.Links(compiled.topology.gpu, 8, compiled.mesh_shape)
-    walked = timeline.walk(compiled.module, compiled.collectives(), links, busy=compiled.shares[1])
+    walked = timeline.simulate(compiled.module, compiled.collectives(), links, busy=compiled.shares[1])
     config = compiled.program.config
     model = flops.step_flops(inventory.of_model(config.model), 8 * T, T)
     attention = flops.attention_flops(config.model, 8 * T, T)

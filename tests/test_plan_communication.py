@@ -79,7 +79,7 @@ def _flags(text, program):
     planted, shape = module(text), dict(program.layout.mesh.shape)
     found = collectives.collectives(planted, shape)
     links = roofline.Links(hardware.by_key("h200"), 8, shape)
-    walked = timeline.walk(planted, found, links)
+    walked = timeline.simulate(planted, found, links)
     expected = closed_form.closed_form(program.config, 8).axis_bytes()
     return ledger.communication(planted, found, walked.waits, links, local_shapes(program), expected).flags
 

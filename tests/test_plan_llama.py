@@ -82,7 +82,7 @@ def test_kept_activations_are_those_of_the_formula(changes):
 def test_what_a_block_computes_bears_its_name(changes):
     """Of all buffers that the schedule ever has: activations by name, recomputed ones too, and in which pass they are made."""
     step = compiled(*changes)
-    books = memory.Books(step.assignment, step.module, local_shapes(step.program), step.mesh_shape)
+    books = memory.Classifier(step.assignment, step.module, local_shapes(step.program), step.mesh_shape)
     every = {buffer.values: None for _, state in step.assignment.moments(range(len(step.assignment.curve))) for buffer in state}
     pieces = [books.buffer(buffers.Buffer(values[0].size, values)) for values in every]
     large = {piece.name for piece in pieces if piece.row == "block" and piece.size >= 2**23 and "/while/body/" in piece.op_name}

@@ -53,7 +53,7 @@ ENTRY %main (s: (s32[], {M})) -> (s32[], {M}) {{
 """
     text = text if known else text.replace("known_trip_count", "unknown")
     program = module("HloModule m, is_scheduled=true\n\n" + text)
-    return timeline.walk(program, collectives(program, LINKS.mesh_shape), LINKS, turns)
+    return timeline.simulate(program, collectives(program, LINKS.mesh_shape), LINKS, turns)
 
 
 def test_a_product_takes_its_flops():
@@ -91,8 +91,8 @@ def test_loops_repeat():
 
 
 def test_loops_of_unknown_length_are_said():
-    assert walk("  %p = PRODUCT", 3).uncounted == 0
-    assert walk("  %p = PRODUCT", 3, known=False).uncounted == 1
+    assert walk("  %p = PRODUCT", 3).uncounted_loops == 0
+    assert walk("  %p = PRODUCT", 3, known=False).uncounted_loops == 1
     once, five = (walk("  %p = PRODUCT", 3, known=False, turns=turns) for turns in (1, 5))
     assert five.step_s == pytest.approx(5 * once.step_s) and five.flops == 5 * once.flops
 

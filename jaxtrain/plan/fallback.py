@@ -37,23 +37,23 @@ def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
     """As `study.study`, of what can be said without the plugin. The first line of the report says that it is this."""
     first = f"By formula only: {reason}"
     closed = closed_form.closed_form(config, topology.size)
-    spoken, notes = None, ()
+    sent, notes = None, ()
     if topology.size <= MAX_DEVICES and _have_devices(topology.size):
         first = f"By formula only, and the collectives of the program as traced: {reason}"
         program = build_program(config, mesh.build(config, jax.devices("cpu")[: topology.size]))
         lowered = program.train_step.lower(*program.abstract_step_arguments())
-        spoken = _traced(program, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), topology, closed)
+        sent = _traced(program, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), topology, closed)
         if topology.size <= MAX_COMPILED:
             first = f"By formula, the collectives of the program as traced, and XLA's partitioner for CPUs: {reason}"
             compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
             added = partitioner_flags(program, compiled, topology, closed)
-            spoken = dataclasses.replace(spoken, flags=(*spoken.flags, *added))
+            sent = dataclasses.replace(sent, flags=(*sent.flags, *added))
             notes = _notes(compiled.memory_analysis(), added)
     return Plan(
         **about(config, topology, name),
         closed=closed,
         ledger=None,
-        communication=spoken,
+        communication=sent,
         timeline=None,
         seconds={},
         fallback=first,

@@ -124,26 +124,23 @@ def study(
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()
     compiled = compile.compile_step(config, topology, options)
-    local = local_shapes(compiled.program)
-    read = time.monotonic()
-    ledger = memory.ledger(compiled.assignment, compiled.module, local, compiled.mesh_shape)
+    compiled_at = time.monotonic()
+    module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
-    found = compiled.collectives()
-    turns = key_blocks(config, compiled.mesh_shape["sequence"])
-    walked = timeline.walk(compiled.module, found, links, turns, busy=compiled.shares[1])
-    spoken = communication.communication(
-        compiled.module, found, walked.waits, links, local, closed.axis_bytes(), config.precision.compute_dtype
-    )
+    found, trips = compiled.collectives(), key_blocks(config, compiled.mesh_shape["sequence"])
+    predicted = timeline.simulate(module, found, links, trips, busy=compiled.shares[1])
+    ledger = memory.ledger(compiled.assignment, module, shapes, compiled.mesh_shape)
+    sent = communication.communication(module, found, predicted.waits, links, shapes, closed.axis_bytes(), dtype)
     done = time.monotonic()
-    seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}
+    seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s}
     return Plan(
         **about(config, topology, name),
         closed=closed,
         ledger=ledger,
-        communication=spoken,
-        timeline=walked,
-        seconds=seconds,
-        notes=_notes(config, closed, ledger, walked, turns),
+        communication=sent,
+        timeline=predicted,
+        seconds=seconds | {"read": done - compiled_at, "total": done - started},
+        notes=_notes(config, closed, ledger, predicted, trips),
     )
 
 
@@ -158,7 +155,7 @@ def key_blocks(config: ml_collections.ConfigDict, sequence: int) -> int:
 
 
 def _notes(
-    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, walked: Timeline, turns: int
+    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, predicted: Timeline, trips: int
 ) -> tuple[str, ...]:
     notes = []
     if missing := sum(size for row, size in closed.host.items() if row not in ledger.host):
@@ -166,10 +163,10 @@ def _notes(
             f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
             f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device"
         )
-    if walked.uncounted:
+    if predicted.uncounted_loops:
         notes.append(
-            f"{walked.uncounted} loops end when their data say so (attention that skips masked blocks): each is counted as "
-            f"{turns} turns, those of rows of one document"
+            f"{predicted.uncounted_loops} loops end when their data say so (attention that skips masked blocks): each is counted "
+            f"as {trips} iterations, those of rows of one document"
         )
     return tuple(notes)
 

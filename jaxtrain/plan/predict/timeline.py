@@ -1,4 +1,4 @@
-"""Walks XLA's schedule: when each operation would run, on one stream that computes and one for each kind of link.
+"""Simulates XLA's schedule: when each operation would run, on one stream that computes and one for each kind of link.
 
 An operation starts when the one before it ends; a collective starts when its link is free and the computation waits for it
 only where the schedule has its end. A loop's second iteration stands for all that follow. The result is an estimate by
@@ -60,14 +60,14 @@ class Timeline:
     times: dict[int, float]
     strips: dict[str, tuple[Span, ...]]
     strip_s: dict[str, float]
-    uncounted: int  # loops whose number of turns is not known before they run
+    uncounted_loops: int  # loops whose number of iterations is not known before they run
 
 
-def walk(
+def simulate(
     module: Module,
     collectives: list[Collective],
     links: Links,
-    turns: int = 1,
+    unknown_trips: int = 1,
     rates: Rates = RATES,
     busy: Mapping[str, float] | None = None,
 ) -> Timeline:
@@ -75,30 +75,30 @@ def walk(
 
     Args:
       collectives: those of the program, as `collectives.collectives` gives them.
-      turns: of loops whose number of turns only their data say.
+      unknown_trips: iterations of loops whose number only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    walker = _Walker(module, {c.id: c for c in collectives}, links, turns, rates, busy or {})
-    walker.run(module.computations[module.entry])
-    total = walker.total
+    simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, rates, busy or {})
+    simulation.run(module.computations[module.entry])
+    total = simulation.total
     runs = {c.id: c.executions for c in reversed(collectives)}
-    times = {key: links.seconds(c) for key, c in walker.collectives.items()}
-    strips, strip_s = _strips(walker.loops)
+    times = {key: links.seconds(c) for key, c in simulation.collectives.items()}
+    strips, strip_s = _strips(simulation.loops)
     return Timeline(
-        step_s=walker.now,
+        step_s=simulation.now,
         product_s=total["product"],
         attention_s=total["attention"],
         memory_s=total["memory"],
-        exposed_s=sum(walker.waits.values()),
+        exposed_s=sum(simulation.waits.values()),
         bubble_s=total["bubble"],
         host_s=total["host"],
         communication_s=sum(times[key] * runs[key] for key in times),
         flops=total["flops"],
-        waits=dict(walker.waits),
+        waits=dict(simulation.waits),
         times=times,
         strips=strips,
         strip_s=strip_s,
-        uncounted=len(walker.uncounted),
+        uncounted_loops=len(simulation.uncounted_loops),
     )
 
 
@@ -109,9 +109,9 @@ class _Loop:
     trips: int
 
 
-class _Walker:
-    def __init__(self, module, collectives, links, turns, rates, busy):
-        self.module, self.collectives, self.links, self.turns = module, collectives, links, turns
+class _Simulation:
+    def __init__(self, module, collectives, links, unknown_trips, rates, busy):
+        self.module, self.collectives, self.links, self.unknown_trips = module, collectives, links, unknown_trips
         self.rates, self.busy = rates, busy
         self.now = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
@@ -121,7 +121,7 @@ class _Walker:
         self.costs: dict[int, tuple[str, float, float]] = {}
         self.spans: list[Span] = []
         self.loops: list[_Loop] = []
-        self.uncounted: set[int] = set()
+        self.uncounted_loops: set[int] = set()
 
     def run(self, computation: Computation) -> None:
         """Advances by one execution of a computation."""
@@ -145,8 +145,8 @@ class _Walker:
     def _loop(self, instruction: Instruction) -> None:
         trips = self.module.trip_count(instruction)
         if trips is None:
-            self.uncounted.add(instruction.id)
-            trips = self.turns
+            self.uncounted_loops.add(instruction.id)
+            trips = self.unknown_trips
         computation = self.module.computations[instruction.called[0]]
         if trips >= 2:
             self.run(computation)

@@ -97,16 +97,16 @@ def ledger(
     Args:
       moments: about how many points the curve gets.
     """
-    books = Books(assignment, module, shapes, mesh_shape)
-    held = [piece for a in assignment.allocations if a.color == DEVICE for piece in books.allocation(a)]
-    live = [books.buffer(buffer) for buffer in assignment.alive(assignment.peak_at)]
+    classifier = Classifier(assignment, module, shapes, mesh_shape)
+    held = [piece for a in assignment.allocations if a.color == DEVICE for piece in classifier.allocation(a)]
+    live = [classifier.buffer(buffer) for buffer in assignment.alive(assignment.peak_at)]
     pieces = [*held, *live]
     rows = _sums(pieces)
     rows["fragmentation"] = assignment.heap_bytes - assignment.heap_peak_bytes
     parts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for piece in pieces:
         parts[piece.row][piece.name] += piece.size
-    host = _sums([piece for a in assignment.allocations if a.color == HOST for piece in books.allocation(a)])
+    host = _sums([piece for a in assignment.allocations if a.color == HOST for piece in classifier.allocation(a)])
     peak = assignment.events[assignment.peak_at] if assignment.events else None
     return Ledger(
         rows={row: rows[row] for row in ROWS if rows.get(row)},
@@ -115,12 +115,12 @@ def ledger(
         host=host,
         total=assignment.total_bytes(),
         xla_peak=assignment.peak_bytes,
-        peak_at=books.describe(peak) if peak else "",
-        curve=books.curve(_sums(held), moments),
+        peak_at=classifier.describe(peak) if peak else "",
+        curve=classifier.curve(_sums(held), moments),
     )
 
 
-class Books:
+class Classifier:
     """The rules, with what they look up."""
 
     def __init__(self, assignment: Assignment, module: Module, shapes: LocalShapes, mesh_shape: Mapping[str, int]):
@@ -200,20 +200,20 @@ class Books:
         return not {WEIGHTS, OPTIMIZER}.isdisjoint(scopes(named(self.module, value.node).op_name))
 
 
-# The rules: (books, value) -> (row, name), or None if it does not apply.
+# The rules: (classifier, value) -> (row, name), or None if it does not apply.
 
 
-def _scratch(books: Books, value: Value):
+def _scratch(classifier: Classifier, value: Value):
     attention = "fmha" in value.node.op_name or "attention" in value.node.op_name.rpartition("/")[2]
     if value.node.opcode != "custom-call" or not (value.dtype in _SCRATCH or (attention and value.dtype == "f32")):
         return None
     return ("attention", "cuDNN") if attention else ("kernels", "cuBLAS")
 
 
-def _collective(books: Books, value: Value):
+def _collective(classifier: Classifier, value: Value):
     if not (kind := collectives.kind(value.node)):
         return None
-    weight, axes = books.shapes.weight(value.dims), set(books.axes.get(value.node.id, ()))
+    weight, axes = classifier.shapes.weight(value.dims), set(classifier.axes.get(value.node.id, ()))
     if value.dtype.startswith(("s", "u", "pred")) or not weight or "tensor" in axes:
         return "collectives", kind
     if kind != "all-gather":
@@ -221,11 +221,11 @@ def _collective(books: Books, value: Value):
     return ("parameters" if weight.stacked else "gathered"), weight.names
 
 
-def _kept(books: Books, value: Value):
+def _kept(classifier: Classifier, value: Value):
     """Stacks of something with tokens, filled layer by layer. With a pattern of several layers, a stack has a part of them."""
-    shapes, dims = books.shapes, [d for d in value.dims if d > 1]
-    source = named(books.module, value.node)
-    part, empty = written(books.module, source), re.search(r"/broadcast(_in_dim|\.\d+)?$", source.op_name)
+    shapes, dims = classifier.shapes, [d for d in value.dims if d > 1]
+    source = named(classifier.module, value.node)
+    part, empty = written(classifier.module, source), re.search(r"/broadcast(_in_dim|\.\d+)?$", source.op_name)
     if not (part or empty or source.opcode in _PASSED_ON):
         return None  # computed at once
     stacks = set(dims[:2]) & {n + more for n in (shapes.layers, shapes.groups) for more in (-1, 0, 1)}
@@ -236,10 +236,10 @@ def _kept(books: Books, value: Value):
     if not shapes.has_tokens(rest):
         return None
     weight = shapes.weight(value.dims)
-    if weight and weight.stacked and (value.dtype == "f32" or weight.exact or books.about_weights(value)):
+    if weight and weight.stacked and (value.dtype == "f32" or weight.exact or classifier.about_weights(value)):
         return None
     gathered = part and collectives.kind(part) == "all-gather"
-    if gathered and not set(books.axes.get(part.id, ())) & {"tensor", "sequence"}:
+    if gathered and not set(classifier.axes.get(part.id, ())) & {"tensor", "sequence"}:
         return "parameters", f"gathered, of all layers: {part.op_name}"
     if empty:
         return "activations", "not yet filled"
@@ -249,8 +249,8 @@ def _kept(books: Books, value: Value):
     return "activations", f"for gradients of weights, {name}" if f"/{SCOPE}backward" in source.op_name else name
 
 
-def _loss(books: Books, value: Value):
-    shapes = books.shapes
+def _loss(classifier: Classifier, value: Value):
+    shapes = classifier.shapes
     weight = shapes.weight(value.dims)
     by_shape = shapes.vocab in value.dims and shapes.has_tokens(value.dims)
     if weight and not (by_shape and shapes.chunk in value.dims):
@@ -260,14 +260,14 @@ def _loss(books: Books, value: Value):
     return None
 
 
-def _weight(books: Books, value: Value):
-    if not (found := books.shapes.weight(value.dims)) or "dot_product_attention" in value.node.op_name:
+def _weight(classifier: Classifier, value: Value):
+    if not (found := classifier.shapes.weight(value.dims)) or "dot_product_attention" in value.node.op_name:
         return None
     letters = re.findall(r"(?:^|/)[A-Za-z]+,[A-Za-z]+->([A-Za-z]+)(?:/|$)", value.node.op_name)
     if letters:  # a product: of tokens, unless its result has no dimension of tokens
         if {"B", "T", "t", "c"} & set(letters[-1]):
             return None
-    elif books.shapes.has_tokens(value.dims) and not books.about_weights(value):
+    elif classifier.shapes.has_tokens(value.dims) and not classifier.about_weights(value):
         vector = value.dtype == "f32" and len(value.dims) == 1  # tokens come in rows
         if not (found.exact and (found.stacked or vector)):
             return None
@@ -277,9 +277,9 @@ def _weight(books: Books, value: Value):
     return ("parameters" if found.stacked or "whole" not in found.placements else "gathered"), found.names
 
 
-def _activation(books: Books, value: Value):
-    if books.shapes.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
-        node = named(books.module, value.node)
+def _activation(classifier: Classifier, value: Value):
+    if classifier.shapes.has_tokens(value.dims) and value.dtype not in ("pred", "s32"):
+        node = named(classifier.module, value.node)
         name = activation_name(node) or operation(node)
         passes = {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}
         return "block", passes[pass_of(node.op_name)]

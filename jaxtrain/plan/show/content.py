@@ -67,7 +67,7 @@ def heading(plan: Plan) -> list[str]:
 
 def sections(plan: Plan, found: Sequence[Alternative]) -> Iterator[Section]:
     """All that there is to say."""
-    ledger, spoken = plan.ledger, plan.communication
+    ledger, sent = plan.ledger, plan.communication
     yield _verdict(plan)
     if found:
         yield Section("advice", "Settings that make it smaller, compiled", _alternatives(found))
@@ -77,16 +77,16 @@ def sections(plan: Plan, found: Sequence[Alternative]) -> Iterator[Section]:
         title = f"Largest {SHOWN_BUFFERS} buffers at the peak, GiB"
         yield Section("buffers", title, Table((">GiB", "row", "what", "array", "from"), rows))
     yield Section("traffic", "Communication a step, GiB sent by a GPU", _traffic(plan))
-    if spoken:
+    if sent:
         yield Section("collectives", f"Collectives, the largest {SHOWN_COLLECTIVES} kinds", _collectives(plan))
     if plan.schedule:
         yield Section("pipeline", f"Pipeline stages: {pipeline.heading(plan.schedule)}")
     if plan.timeline:
         yield _time(plan)
-    if spoken and spoken.flags:
-        notes = [f"{flag.name}: {flag.text}" for flag in spoken.flags[:SHOWN_FLAGS]]
-        if len(spoken.flags) > SHOWN_FLAGS:
-            notes.append(f"and {len(spoken.flags) - SHOWN_FLAGS} more (--json has all)")
+    if sent and sent.flags:
+        notes = [f"{flag.name}: {flag.text}" for flag in sent.flags[:SHOWN_FLAGS]]
+        if len(sent.flags) > SHOWN_FLAGS:
+            notes.append(f"and {len(sent.flags) - SHOWN_FLAGS} more (--json has all)")
         yield Section("flags", "Not as it should be", notes=tuple(notes))
 
 
@@ -145,13 +145,13 @@ def _explained(plan: Plan) -> Iterator[str]:
 
 
 def _traffic(plan: Plan) -> Table:
-    spoken, expected = plan.communication, plan.closed.axis_bytes()
+    sent, expected = plan.communication, plan.closed.axis_bytes()
     rows = []
-    for axes in sorted({*(spoken.axis_bytes if spoken else ()), *expected}):
+    for axes in sorted({*(sent.axis_bytes if sent else ()), *expected}):
         formula, times, compiled = gib(expected[axes]) if axes in expected else "-", ("", ""), ""
-        if spoken:
-            compiled = gib(spoken.axis_bytes.get(axes, 0))
-            times = tuple(f"{1e3 * seconds.get(axes, 0):.1f}" for seconds in (spoken.axis_seconds, spoken.axis_waited_s))
+        if sent:
+            compiled = gib(sent.axis_bytes.get(axes, 0))
+            times = tuple(f"{1e3 * seconds.get(axes, 0):.1f}" for seconds in (sent.axis_seconds, sent.axis_waited_s))
         rows.append((axes, compiled, formula, *times))
     return Table(("axis", ">compiled", ">by formula", ">on the wire ms", ">waited ms"), rows)
 

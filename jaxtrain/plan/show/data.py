@@ -18,7 +18,7 @@ _TIMES = ("step_s", "product_s", "attention_s", "memory_s", "exposed_s", "bubble
 
 def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
     """The whole plan. What only a compiler says is None without one, or an empty list."""
-    ledger, spoken, t = plan.ledger, plan.communication, plan.timeline
+    ledger, sent, t = plan.ledger, plan.communication, plan.timeline
 
     def of(part, *names):
         return {name: getattr(part, name) if part else None for name in names}
@@ -47,9 +47,9 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
         "communication": {
             "closed_form_axis_bytes": plan.closed.axis_bytes(),
             "closed_form": [{"axis": a, "what": w, "bytes": size} for (a, w), size in plan.closed.traffic.items()],
-            **of(spoken, "axis_bytes", "axis_seconds", "axis_waited_s"),
-            "lines": rows(spoken.lines) if spoken else [],
-            "flags": rows(spoken.flags) if spoken else [],
+            **of(sent, "axis_bytes", "axis_seconds", "axis_waited_s"),
+            "lines": rows(sent.lines) if sent else [],
+            "flags": rows(sent.flags) if sent else [],
         },
         "schedule": pipeline.as_json(plan.schedule) if plan.schedule else None,
         "time": {

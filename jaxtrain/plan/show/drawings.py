@@ -73,8 +73,8 @@ def memory_curve(plan: Plan) -> str:
 
 def traffic_bars(plan: Plan) -> str:
     """Bytes sent by axis, with the closed form as a mark."""
-    spoken, expected = plan.communication, plan.closed.axis_bytes()
-    found = spoken.axis_bytes if spoken else {}
+    sent, expected = plan.communication, plan.closed.axis_bytes()
+    found = sent.axis_bytes if sent else {}
     most = {axes: max(found.get(axes, 0), expected.get(axes, 0)) for axes in {*found, *expected}}
     names = [axes for axes in sorted(most, key=most.get, reverse=True) if most[axes] > MIB]
     if not names:
@@ -88,7 +88,7 @@ def traffic_bars(plan: Plan) -> str:
             drawn.append(_line(LEFT + formula * scale, y - 2, y + 26, "mark"))
         note = f"{gib(size)} GiB, {'none by formula' if formula is None else f'formula {gib(formula)}'}"
         if plan.timeline and axes in found:
-            note += f"; {1e3 * spoken.axis_seconds[axes]:,.0f} ms, {1e3 * spoken.axis_waited_s[axes]:,.0f} waited"
+            note += f"; {1e3 * sent.axis_seconds[axes]:,.0f} ms, {1e3 * sent.axis_waited_s[axes]:,.0f} waited"
         drawn.append(_text(LEFT + most[axes] * scale + 10, y + 17, note))
         y += 34
     return "<p>Sent by each GPU in a step, by mesh axis. The black mark is the closed form.</p>" + _svg(drawn, y)
