@@ -12,7 +12,6 @@ import re
 
 import jax
 import pytest
-import tiny
 
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
@@ -343,18 +342,6 @@ def test_every_gpu_of_the_table_can_be_compiled_for(gpu):
     x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=jax.sharding.SingleDeviceSharding(devices[0]))
     lowered = jax.jit(lambda x: x @ x).trace(x).lower(lowering_platforms=("cuda",))
     assert lowered.compile(compiler_options=plan.NEEDED_OPTIONS).memory_analysis().argument_size_in_bytes == 2 * 256 * 256
-
-
-@needs_plugin
-def test_options_hold_for_one_compilation():
-    config = tiny.config(mesh__fsdp=8, precision__compute_dtype="bfloat16", model__head_dim=64, memory__remat="full")
-    with pytest.raises(ConfigError, match=r"no option xla_gpu_enable_triton\b"):
-        plan.compile_step(config, "b200:1x8", {"xla_gpu_enable_triton": True})
-    with pytest.raises(ConfigError, match="xla_gpu_autotune_level"):
-        plan.compile_step(config, "b200:1x8", {"xla_gpu_autotune_level": "some"})
-    without, default = (plan.compile_step(config, "b200:1x8", o) for o in ({"xla_gpu_enable_triton_gemm": "false"}, None))
-    assert "__triton_nested_gemm" in default.text and "__triton_nested_gemm" not in without.text
-    assert without.options == {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def test_topologies():

@@ -6,7 +6,6 @@ matrix products is not the real one, since XLA finds it by timing them (autotuni
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -14,7 +13,6 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -59,7 +57,6 @@ class Compiled:
 
     program: Program
     topology: Topology
-    options: dict[str, Any]  # compiler options beside XLA's defaults
     executable: jax.stages.Compiled
     hlo_proto: bytes  # the compiled module, with XLA's buffer assignment
     lower_s: float  # building, tracing and lowering
@@ -147,59 +144,33 @@ def unavailable() -> str:
     return ""
 
 
-def compile_step(
-    config: ml_collections.ConfigDict, topology: str | Topology, options: Mapping[str, Any] | None = None
-) -> Compiled:
+def compile_step(config: ml_collections.ConfigDict, topology: str | Topology) -> Compiled:
     """Builds, lowers and compiles the training step of a config for a topology, on the CPU and without allocating it.
 
-    Args:
-      options: XLA flags without dashes -> value as in XLA_FLAGS, for this compilation alone. XLA_FLAGS themselves count
-        too, for all compilations of a process, from the time that it first loads the CUDA plugin; but for xla_dump_to, which
-        is needed to get at the buffers: give it here to keep what XLA dumps.
-
-    Raises ConfigError for a topology that is none, a config that does not fit it, or an unknown option; UserError without
-    the CUDA plugin.
+    XLA_FLAGS count, for all compilations of a process, from the time that it first loads the CUDA plugin; but for xla_dump_to,
+    which is needed to get at the buffers. Raises ConfigError for a topology that is none or a config that does not fit it,
+    UserError without the CUDA plugin.
     """
     topology = parse_topology(topology) if isinstance(topology, str) else topology
-    options = option_values({**NEEDED_OPTIONS, **(options or {})})
     devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
     started = time.monotonic()
     program = build_program(config, mesh.build(config, devices))
     with compat.cudnn_for(topology.gpu.compute_capability):
         lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
-    try:
-        with _dump_folder(options) as folder, DescribedHost.forgotten():
-            dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
-            executable = lowered.compile(compiler_options=options | dump | _kept_kernels())
-            [proto] = folder.glob("*after_optimizations.hlo.pb")
-            hlo_proto = proto.read_bytes()
-    except jax.errors.JaxRuntimeError as error:
-        if problem := _refused_option(str(error)):
-            raise ConfigError([problem]) from error
-        raise
+    with tempfile.TemporaryDirectory(prefix="jaxtrain_plan_") as folder, DescribedHost.forgotten():
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        executable = lowered.compile(compiler_options=NEEDED_OPTIONS | dump | _kept_kernels())
+        [proto] = pathlib.Path(folder).glob("*after_optimizations.hlo.pb")
+        hlo_proto = proto.read_bytes()
     return Compiled(
         program=program,
         topology=topology,
-        options=options,
         executable=executable,
         hlo_proto=hlo_proto,
         lower_s=lowered_at - started,
         compile_s=time.monotonic() - lowered_at,
     )
-
-
-def option_values(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags with values as one writes them in XLA_FLAGS, in the form that `compiler_options` takes.
-
-    Those go to XLA's fields directly, past the reader of flags: "true" must be True, and modes need their full name.
-    """
-    words = {"true": True, "false": False}
-    values = {name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in flags.items()}
-    for name, value in values.items():  # since jax 0.12
-        if re.fullmatch(r"xla_gpu_pipeline_\w+", name) and str(value).lower() in ("default", "off", "on", "explicit"):
-            values[name] = f"COLLECTIVE_PIPELINING_MODE_{value.upper()}"
-    return values
 
 
 @functools.cache
@@ -214,19 +185,3 @@ def _kept_kernels() -> dict[str, Any]:
     which goes when it ends: XLA does not say that several may write one.
     """
     return compat.kernel_cache(str(pathlib.Path(_kernel_folder().name) / "kernels"))
-
-
-@contextlib.contextmanager
-def _dump_folder(options: Mapping[str, Any]) -> Iterator[pathlib.Path]:
-    if "xla_dump_to" in options:
-        yield pathlib.Path(options["xla_dump_to"])
-        return
-    with tempfile.TemporaryDirectory(prefix="jaxtrain_plan_") as folder:
-        yield pathlib.Path(folder)
-
-
-def _refused_option(message: str) -> str:
-    if match := re.search(r"No such compile option: '(\w+)'", message):
-        return f"XLA of jax {jax.__version__} has no option {match[1]}"
-    match = re.search(r"(While setting option \w+, .*)", message)
-    return match[1] if match else ""

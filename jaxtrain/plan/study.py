@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -113,17 +112,12 @@ def usable_bytes(gpu: Gpu) -> int:
     return gpu.memory_bytes - RESERVED_BYTES
 
 
-def study(
-    config: ml_collections.ConfigDict,
-    topology: str | compile.Topology,
-    name: str = "",
-    options: Mapping[str, Any] | None = None,
-) -> Plan:
+def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, name: str = "") -> Plan:
     """Compiles the step of a config for a cluster and says what comes of it. Raises as `compile.compile_step`."""
     topology = compile.parse_topology(topology) if isinstance(topology, str) else topology
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()
-    compiled = compile.compile_step(config, topology, options)
+    compiled = compile.compile_step(config, topology)
     compiled_at = time.monotonic()
     module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
