@@ -159,8 +159,8 @@ def _notes(
         )
     if predicted.uncounted_loops:
         notes.append(
-            f"{predicted.uncounted_loops} loops end when their data say so (attention that skips masked blocks): each is counted "
-            f"as {trips} iterations, those of rows of one document"
+            f"{predicted.uncounted_loops} loops end when their data say so (attention that skips masked blocks): each "
+            f"counts as {trips} iterations, those of rows of one document"
         )
     return tuple(notes)
 

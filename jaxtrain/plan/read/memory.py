@@ -19,12 +19,12 @@ from jaxtrain.plan.read.buffers import Assignment, Buffer, Value
 from jaxtrain.plan.read.hlo import DEVICE, HOST, Module
 from jaxtrain.plan.read.origin import activation_name, named, operation, pass_of, scopes, written
 from jaxtrain.plan.read.shapes import LocalShapes
+from jaxtrain.train.optimizer import STATE_NAMES, state_name
 
 # Rows in the order of the page.
 ROWS = {
     "master": "float32 master weights",
-    "adam_m": "Adam m",
-    "adam_v": "Adam v",
+    **STATE_NAMES,
     "optimizer": "other state",
     "parameters": "parameters (working copies)",
     "gradients": "gradients",
@@ -42,8 +42,6 @@ ROWS = {
 }
 _STATE = (  # arguments by name
     (r"\.params\b", "master"),
-    (r"\.mu\b", "adam_m"),
-    (r"\.nu\b", "adam_v"),
     (r"opt_state|^state\.(step|skipped)", "optimizer"),
     (r"^batch|\bbatch\[", "batch"),
 )
@@ -139,7 +137,8 @@ class Classifier:
             (v for v in values if v.node.opcode == "parameter" and not _is_inner(v.node.op_name)), values[0] if values else None
         )
         shape, source, op_name = (_shape(first), self.source(first), first.node.op_name) if first else ("", "", "")
-        row = next((row for pattern, row in _STATE if re.search(pattern, op_name)), "other")
+        row = state_name(self.shapes.optimizer, op_name) if "opt_state" in op_name else None
+        row = row or next((row for pattern, row in _STATE if re.search(pattern, op_name)), "other")
         if allocation.parameter is None:
             row = "batch" if row == "batch" else "other"
         name = _weight_name(op_name) or (first.node.name if first else "")

@@ -50,6 +50,7 @@ class LocalShapes:
       layers: of the blocks; groups: of layers in one iteration of the loop over them.
       token_dims: sizes that a dimension of tokens may have.
       chunk: tokens whose logits exist at one time; vocab: columns of the head.
+      optimizer: the name of the update rule.
       weights: dimensions of one layer in ascending order, without ones -> weights and placements that have them.
     """
 
@@ -58,6 +59,7 @@ class LocalShapes:
     token_dims: frozenset[int]
     chunk: int
     vocab: int
+    optimizer: str
     weights: dict[Dims, list[Local]]
 
     def weight(self, dims: Iterable[int]) -> Match | None:
@@ -108,6 +110,7 @@ def local_shapes(program: Program) -> LocalShapes:
         token_dims=frozenset(lengths | {rows * length for length in lengths} | {chunk}) - {1},
         chunk=chunk,
         vocab=padded_size(config.model) // layout.size(*VOCAB_AXES),
+        optimizer=config.optimizer.name,
         weights=dict(weights),
     )
 
