@@ -45,11 +45,11 @@ def test_sections_cover_the_tree():
 MEANT = {
     FUNCTION: "model.rope_theta model.norm_eps model.sliding_window_tokens model.attention_softcap model.logit_softcap "
     "model.scale_embeddings model.attention_scale model.vocab_size model.num_heads model.tie_embeddings model.router_scale "
-    "model.capacity_factor precision.compute_dtype precision.products data.tokenizer",
+    "model.capacity_factor precision.compute_dtype precision.products",
     ROWS: "train.seed data.seed data.global_batch_rows data.seq_len_tokens",
     TRAINING: "model.dropout_residual model.dropout_attention model.dropout_embedding optimizer.name optimizer.learning_rate "
     "optimizer.schedule optimizer.b1 optimizer.weight_decay train.num_steps train.accumulation_steps train.z_loss "
-    "train.label_smoothing train.balance_loss precision.reduce_dtype data.paths",
+    "train.label_smoothing train.balance_loss precision.reduce_dtype data.paths data.tokenizer",
     NOTHING: "model.init_stddev optimizer.max_nonfinite_steps data.num_workers train.log_every_steps",
 }
 

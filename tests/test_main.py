@@ -428,8 +428,8 @@ def test_batch_without_targets(place):
     [
         (None, "error: data.paths: {corpus} does not exist"),
         ({}, "error: data.paths: no file in {corpus} or below matches '*'"),
-        ({"a.txt": b"", "b.txt": b""}, "error: data.paths: no text in '{corpus}': 2 empty file(s)"),
-        ({"a.txt": b"fine", "b.txt": b"caf\xe9!"}, "error: {corpus}/b.txt: byte 3 is not valid UTF-8; convert the file"),
+        ({"a.txt": b"", "b.txt": b""}, "error: data.paths: no text in '{corpus}': 2 empty and 0 bad record(s)"),
+        ({"a.txt": b"fine", "b.txt": b"caf\xe9!"}, "error: {corpus}/b.txt: byte 3 is not valid UTF-8. Mend it"),
     ],
 )
 def test_bad_corpus(place, tmp_path, corpus, message):
