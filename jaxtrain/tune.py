@@ -7,11 +7,10 @@ does not fit is never proposed. The best is written as a config file.
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxtrain.command_line import command, load_config, parser_of
+from jaxtrain.command_line import command, folder, load_config, parser_of, require_ranges, writable
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--limit_s", type=float, default=480.0, help="no compilation begins after so many seconds")
     parser.add_argument("--most", type=int, default=24, help="compilations at most")
     config, args = load_config(arguments, parser)
+    require_ranges(("--limit_s", args.limit_s, 0, None), ("--most", args.most, 1, None))
+    cache, out = folder("--cache", args.cache), writable("--out", args.out)  # now: a search takes minutes
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the table
     from rich.console import Console  # late: a refused config must not wait for jax
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
         found = search.search(
             config,
             topology,
-            pathlib.Path(args.cache).expanduser(),
+            cache,
             args.limit_s,
             args.most,
             lambda done, of, text: bar.update(task, completed=done, total=of, what=text),
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
             f"no layout was found that fits {topology}, of {len(found)} compiled: more GPUs, shorter data.seq_len_tokens, or "
             "more time (--limit_s, --most)"
         )
-    pathlib.Path(args.out).write_text(search.override_file(args.config, fitting[0]))
+    out.write_text(search.override_file(args.config, fitting[0]))
     console.print(f"Wrote {args.out}: python -m jaxtrain.plan --config={args.out} --topology={topology}", markup=False)
 
 

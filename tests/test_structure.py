@@ -23,7 +23,7 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity",
-    6: "command_line main train.loop train.conversion convert generate tune",
+    6: "command_line api main train.loop train.conversion convert evaluate generate tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
@@ -171,7 +171,10 @@ def test_files_are_short():
     assert not long, f"over {MAX_LINES} lines: split them"
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "config.validate", "command_line", "main", "checkpoint.hf.config_json"])
+LIGHT = "config config.validate errors command_line api main generate tune plan.__main__ parity.__main__".split()
+
+
+@pytest.mark.parametrize("module", [*LIGHT, "checkpoint.hf.config_json"])
 def test_refusing_a_config_does_not_load_jax(module):
     code = f"import sys, jaxtrain.{module}; print([name for name in {HEAVY} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -200,18 +200,18 @@ def _code() -> str:
 def override_file(base: str, result: Result) -> str:
     """A config file that takes the settings of `base` and changes what the result changes."""
     file, _, argument = base.partition(":")
-    lines = [f"    config.{key} = {value!r}" for key, value in result.settings.items()]
+    lines = [f"    config.{key} = {value!a}" for key, value in result.settings.items()]
     return "\n".join(
         [
-            f'"""{base} as laid out by python -m jaxtrain.tune: {result.reason}."""',
+            ascii(f"{base} as laid out by python -m jaxtrain.tune: {result.reason}."),  # whatever signs the path has
             "",
             "from __future__ import annotations",
             "",
             "import runpy",
             "",
             "",
-            f"def get_config(arg={argument!r}):",
-            f"    make = runpy.run_path({str(pathlib.Path(file).resolve())!r})['get_config']",
+            f"def get_config(arg={argument!a}):",
+            f"    make = runpy.run_path({str(pathlib.Path(file).resolve())!a})['get_config']",
             "    config = make(arg) if arg else make()",
             *lines,
             "    return config",
