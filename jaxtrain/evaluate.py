@@ -63,7 +63,7 @@ def evaluate(folder: str, overrides: Sequence[tuple[str, str]], step: int | None
     base |= {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "optimizer.decay_steps": 0}  # of a longer run
     if not {"data.paths", "data.sources"} & set(texts) and "data.eval_paths" in texts:
         base["data.paths"] = texts["data.eval_paths"]  # nothing is trained: no other text is read
-    model = weights.open_model(folder, base, overrides, step)
+    model = weights.open_model(folder, base, overrides, step, text=True)
     setup_logging(jax.process_index())
     program, config = model.program, model.program.config
     corpus = load_corpus(config)
