@@ -27,17 +27,18 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def load_config(
-    arguments: Sequence[str], parser: argparse.ArgumentParser
+    arguments: Sequence[str], parser: argparse.ArgumentParser, required: bool = True
 ) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
-    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags.
+    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags. Without
+    --config, where it is not `required`, the config is the default tree.
 
     Raises ConfigError with all problems at once, before jax is imported.
     """
-    parser.add_argument("--config", required=True, help="configuration file; FILE:ARG calls get_config('ARG')")
+    parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
     overrides, unknown = split_overrides(rest)
     try:
-        config = configs.load(args.config, overrides, problems)
+        config = configs.load(args.config or "", overrides, problems)
     except ConfigError as error:
         raise ConfigError(unknown + error.problems) from None
     if unknown:

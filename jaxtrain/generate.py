@@ -91,7 +91,7 @@ def _ids(prompt: Any, tokenizer: Tokenizer, data: Any) -> list[int]:
             ids = [tokenizer.bos_id if data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
         return ids
     from jaxtrain.data.chat import Unfit
-    from jaxtrain.data.corpus import chat_template
+    from jaxtrain.data.encoding import chat_template
 
     try:
         pieces = chat_template(data, tokenizer).prompt(prompt)

@@ -74,7 +74,7 @@ def load(
     """Runs `get_config` of a config file, applies overrides, checks every key, and locks the result.
 
     Args:
-      path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`.
+      path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`; "" for the default tree.
       overrides: pairs of a dotted key and its value, or the text of it: ("optimizer.learning_rate", "1e-4"). Of several for
         one key the last counts, so that a script's own can be overridden by those it passes on.
       cross_check: problems of settings taken together (`validate.problems`); asked when each setting is fine by itself.
@@ -82,7 +82,8 @@ def load(
     Raises:
       ConfigError: with every unknown key, wrong type and value out of range found in the file and the overrides.
     """
-    return override(_run_file(*path.partition(":")[::2]), overrides, cross_check)
+    tree = _run_file(*path.partition(":")[::2]) if path else default_config().unlock()
+    return override(tree, overrides, cross_check)
 
 
 def override(
