@@ -62,7 +62,8 @@ def test_the_loss_is_that_of_the_logits_on_every_mesh(texts, tmp_path, caplog):
 
 def test_several_sets_by_name(texts, tmp_path):
     sets = {"first": {"paths": (str(texts / "0.txt"),)}, "second": {"paths": (str(texts / "1.txt"),)}}
-    found = figures(tmp_path, f"--hf={GOLDEN / 'llama'}", f"--config.data.eval_sources={sets}", f"--config.data.paths={texts}")
+    overrides = [("data.eval_sources", sets), ("data.paths", (str(texts),)), ("data.seq_len_tokens", 64)]
+    found = evaluate.evaluate(str(GOLDEN / "llama"), overrides)
     assert list(found) == ["first", "second"] and found["first"]["eval_loss"] != found["second"]["eval_loss"]
 
 
