@@ -51,7 +51,7 @@ def plan(config: ml_collections.ConfigDict, topology: Any, name: str = "") -> Pl
       name: of the model, for headings.
 
     Returns:
-      The plan; `jaxtrain.plan.report` and `jaxtrain.plan.page` show it. Without the compiler's libraries (the extra `plan`) it
+      The plan; `report` and `page` of `jaxtrain.plan.show` show it. Without the compiler's libraries (the extra `plan`) it
       has formulas instead of the compiler's figures, and `plan.fallback` says why.
     """
     validate.require_valid(config)

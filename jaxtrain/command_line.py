@@ -37,6 +37,8 @@ def load_config(
     parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
     overrides, unknown = split_overrides(rest)
+    if args.config == "":
+        unknown.insert(0, "--config=: is empty; name a configuration file")
     try:
         config = configs.load(args.config or "", overrides, problems)
     except ConfigError as error:

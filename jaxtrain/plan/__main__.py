@@ -31,20 +31,22 @@ def main(arguments: Sequence[str]) -> None:
     from rich.console import Console  # late: a refused config must not wait for jax
 
     from jaxtrain.observe.progress import setup_logging
-    from jaxtrain.plan import advice, compare, compile, page, report
+    from jaxtrain.plan import compile
+    from jaxtrain.plan.search import advice, compare
+    from jaxtrain.plan.show import data, page, report
 
     setup_logging()
     console = Console(highlight=False)
     topology = compile.parse_topology(args.topology)
     if args.compare:
-        compare.show(compare.compare(config, topology, args.compare), console)
+        console.print(report.drawn(compare.table(compare.compare(config, topology, args.compare))))
         return
     name = pathlib.Path(args.config.partition(":")[0]).stem
     plan = api.plan(config, topology, name)
     found = () if plan.fallback else advice.alternatives(config, plan, args.advise_s)
     report.show(plan, found, console)
     if json_file:
-        json_file.write_text(json.dumps(report.as_json(plan, found), indent=1))
+        json_file.write_text(json.dumps(data.as_json(plan, found), indent=1))
     if page_file:
         page_file.write_text(page.render(plan, found))
 

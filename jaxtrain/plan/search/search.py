@@ -21,9 +21,10 @@ import ml_collections
 
 import jaxtrain
 from jaxtrain.config import ConfigError
-from jaxtrain.plan import candidates, compile
-from jaxtrain.plan.advice import Change, changed
-from jaxtrain.plan.candidates import Candidate
+from jaxtrain.plan import compile
+from jaxtrain.plan.search import candidates
+from jaxtrain.plan.search.advice import Change, changed
+from jaxtrain.plan.search.candidates import Candidate
 from jaxtrain.plan.study import study, usable_bytes
 
 BETTER = 1.05  # what is left is compiled while it is expected to take no longer than so many times the best so far
