@@ -103,6 +103,5 @@ def generate(
     """
     from jaxtrain.generate import generate as continuations
 
-    require_ranges(("num_samples", num_samples, 1, None), ("tensor", tensor, 1, None))
     overrides = [("mesh.tensor", tensor), *([("data.tokenizer", tokenizer)] if tokenizer else [])]
-    return continuations(workdir, [prompt] * num_samples, seed=seed, step=step, overrides=overrides, **options)
+    return continuations(workdir, [prompt], num_samples, seed=seed, step=step, overrides=overrides, **options)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 def generate(
     workdir: str | os.PathLike,
     prompts: Sequence[Any],
+    num_samples: int = 1,
     *,
     seed: int = 0,
     step: int | None = None,
@@ -35,6 +36,7 @@ def generate(
     Args:
       workdir: the folder of a run, which may be a stranger's: no path in its config.json is followed; or a Hugging Face folder.
       prompts: each a text, or a conversation as a list of {"role": ..., "content": ...}, put through the chat template.
+      num_samples: continuations of each prompt; they follow each other.
       step: which checkpoint of a run; None: the newest whole one.
       overrides: settings by dotted name; mesh.tensor is the number of devices.
       stop: text at whose first occurrence a continuation ends, which is left out.
@@ -54,6 +56,7 @@ def generate(
         ("--top-k", how.top_k, 0, None),
         ("--top-p", how.top_p, 1e-6, 1.0),
         ("--min-p", how.min_p, 0.0, 1.0),
+        ("--num-samples", num_samples, 1, None),
         ("--seed", seed, 0, 2**32 - 1),
         ("--step", step or 0, 0, None),
     )
@@ -61,7 +64,7 @@ def generate(
     base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
     config = weights.config_of(path, base, overrides, text=True)
     tokenizer = get_tokenizer(config.data)
-    rows = [_ids(prompt, tokenizer, config.data) for prompt in prompts]
+    rows = [ids for prompt in prompts for ids in [_ids(prompt, tokenizer, config.data)] * num_samples]
     limit, longest = config.model.max_len_tokens, max(map(len, rows))
     if longest + how.max_tokens > limit:
         wanted = f"{longest} of the prompt + {how.max_tokens}"
@@ -157,19 +160,18 @@ def main(arguments: Sequence[str]) -> None:
         problems.append("--system: means nothing without --chat")
     if problems:
         raise ConfigError(problems)
-    require_ranges(("--num-samples", args.num_samples, 1, None), ("--tensor", args.tensor, 1, None))
     output = writable("--output", args.output) if args.output else None
     prompts = read_prompts(args.prompts) if args.prompts else [args.prompt]
     if args.chat:
         before = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [[*before, {"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-    prompts = [prompt for prompt in prompts for _ in range(args.num_samples)]
     from jaxtrain.observe.progress import setup_logging
 
     setup_logging()
     overrides = [("mesh.tensor", args.tensor), *([("data.tokenizer", args.tokenizer)] if args.tokenizer else []), *overrides]
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "stop")
-    texts = generate(args.workdir, prompts, overrides=overrides, **{name: getattr(args, name) for name in names})
+    texts = generate(args.workdir, prompts, args.num_samples, overrides=overrides, **{n: getattr(args, n) for n in names})
+    prompts = [prompt for prompt in prompts for _ in range(args.num_samples)]
     if output:
         pairs = [json.dumps({"prompt": p, "text": text}, ensure_ascii=False) for p, text in zip(prompts, texts, strict=True)]
         output.write_text("\n".join(pairs) + "\n", encoding="utf-8")

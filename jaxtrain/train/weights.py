@@ -68,7 +68,7 @@ def config_of(
     else:
         raise UserError(f"{folder}: no config.json there; give the folder of a training run or a Hugging Face folder")
     config.mesh.update(AXES_OF_ONE)
-    config.pipeline.virtual_stages = 1
+    config.pipeline.update(schedule="1f1b", virtual_stages=1)
     config.train.accumulation_steps = 1
     config.memory.update(offload=(), remat_every_blocks=1)  # there is no training state beside the weights
     config.overlap.collective_matmul = None
