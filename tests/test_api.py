@@ -87,7 +87,7 @@ def test_sampling_follows_no_path_of_a_workdir(tmp_path):
 @pytest.mark.parametrize(
     "changes, options, message",
     [
-        ({"data__tokenizer": "/etc/x"}, {}, "names /etc/x, which is not followed: if it is right, --config.data.tokenizer=/etc/x"),
+        ({"data__tokenizer": "/etc/x"}, {}, "/etc/x, which is not followed: if it is right, --config.data.tokenizer=/etc/x"),
         ({"model__num_kv_heads": 3}, {}, "8 query heads are not a multiple of 3 key/value heads"),
         ({}, {"tensor": 3}, "model.num_kv_heads: 8 key/value heads|model.mlp_dim: 688 does not divide"),
         ({}, {"max_tokens": 9999}, "--max-tokens: 1 of the prompt .* 9999 exceed model.max_len_tokens=8192"),

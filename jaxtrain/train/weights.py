@@ -59,8 +59,9 @@ def config_of(
         config.data.update(config_json.data_settings(path))
         config.data.seq_len_tokens = min(config.data.seq_len_tokens, config.model.max_len_tokens)
     elif (path / "config.json").is_file():
-        config = configs.without_locations(configs.read(path / "config.json")).unlock()
-        name, own = config.data.tokenizer, config_json.data_settings(path / carried.FOLDER).get("tokenizer")
+        saved = configs.read(path / "config.json")
+        config = configs.without_locations(saved).unlock()
+        name, own = saved.data.tokenizer, config_json.data_settings(path / carried.FOLDER).get("tokenizer")
         config.data.tokenizer = own or name
         if text and not own and name != "byte" and "data.tokenizer" not in dict(overrides):
             where = f"{path}/config.json names {name}, which is not followed: if it is right, --config.data.tokenizer={name}"
