@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from jaxtrain import config as configs
 from jaxtrain.command_line import command, load_config
+from jaxtrain.runtime import stop
 
 
 def main(arguments: Sequence[str]) -> None:
     """The training command."""
+    stop.install()
     parser = argparse.ArgumentParser(
         prog="python -m jaxtrain.main",
         description="Trains a model; given again, the same command continues where it stopped.",
