@@ -15,7 +15,6 @@ from jaxtrain.runtime import stop
 
 def main(arguments: Sequence[str]) -> None:
     """The training command."""
-    stop.install()
     parser = argparse.ArgumentParser(
         prog="python -m jaxtrain.main",
         description="Trains a model; given again, the same command continues where it stopped.",
@@ -31,4 +30,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    stop.install()
     command(main)

@@ -5,7 +5,7 @@ signals from a pipe that the C-level handler writes to. Before the first step th
 once. Later, each process freezes its count of launches (`proceed`), the largest count of all is the one where all stop, and a
 process that is behind goes on until there: whoever has launched a collective finds the others in it.
 
-Signals are taken only after `install`, which the training command calls; under other commands they do what they always do.
+Signals are taken only after `install`, which `python -m jaxtrain.main` calls; elsewhere they do what they always do.
 """
 
 from __future__ import annotations
@@ -85,9 +85,13 @@ def stopped() -> bool:
     return _state.stopped
 
 
-def error(done: str) -> Stopped:
-    """What to raise after `proceed` has said no; `done`: what was saved, and how to go on."""
-    return Stopped(f"stopped by {_state.reason}: {done}", _exit_code(_state.reason))
+def error(done: str, saved: int | None) -> Stopped:
+    """What to raise when the run has stopped. `done`: what it did last; `saved`: step of the newest checkpoint."""
+    if not _state.reason:
+        how = "the same command continues from the newest checkpoint" if saved is not None else "there is no checkpoint yet"
+        return Stopped(f"stopped by the user; {how}", 130)
+    how = f"the same command continues from the checkpoint of step {saved}" if saved is not None else "there is no checkpoint"
+    return Stopped(f"stopped by {_state.reason}: {done}; {how}", _exit_code(_state.reason))
 
 
 def follow_parent() -> None:

@@ -152,6 +152,8 @@ class _Session:
                     if pending:
                         self._finish(*pending, bar)
                     self._save_and_stop(state)
+        except KeyboardInterrupt:  # where nobody has called `stop.install`
+            raise stop.error("", self.checkpointer.newest()) from None
         finally:
             batches.close()
         self.checkpointer.wait()
@@ -163,12 +165,7 @@ class _Session:
         if self.checkpointer.should_save(step, last=True) and step > self.start:
             self.checkpointer.save(step, state, self.facts)
         self.checkpointer.wait()
-        saved = self.checkpointer.newest()
-        raise stop.error(
-            f"step {step} was the last; the same command continues from the checkpoint of step {saved}"
-            if saved is not None
-            else f"step {step} was the last; there is no checkpoint (checkpoint.save_every_steps)"
-        )
+        raise stop.error(f"step {step} was the last", self.checkpointer.newest())
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
         """Waits for a step's metrics; shows and writes them when due; stops a run that goes nowhere."""
