@@ -37,7 +37,7 @@ def get_config(arg=None):
     config.checkpoint.save_every_steps = 0
     config.eval.update(
         every_steps=0,
-        max_batches=1,
+        max_rows=8,
     )
     config.runtime.platform = "cpu"
     return config

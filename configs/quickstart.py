@@ -46,7 +46,7 @@ def get_config(arg=None):
     config.eval.update(
         every_steps=100,
         at_start=True,
-        max_batches=10,
+        max_rows=160,
     )
     config.runtime.fake_devices = 8
     return config

@@ -50,7 +50,7 @@ def get_config(arg=None):
     config.eval.update(
         every_steps=100,
         at_start=True,
-        max_batches=5,
+        max_rows=80,
     )
     config.runtime.fake_devices = 8
     return config

@@ -41,7 +41,7 @@ def get_config(arg=None):
     config.checkpoint.save_every_steps = 10
     config.eval.update(
         every_steps=10,
-        max_batches=2,
+        max_rows=16,
     )
     config.runtime.platform = "cpu"
     return config

@@ -86,7 +86,7 @@ def measure(config, steps: int) -> dict[str, Any]:
         losses.append(float(metrics["loss"]))
     tokens = config.data.global_batch_rows * config.data.seq_len_tokens
     median_s = float(np.median(times[1:]))
-    per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
+    per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
     memory_bytes, memory_of = peak_memory_bytes()
     return {

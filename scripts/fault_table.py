@@ -160,7 +160,7 @@ def other_text(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
         home.mkdir(parents=True)
         (home / "mine.txt").write_text("\n".join(f"{i} plus {i}" for i in range(2000 + (index == odd))))
     run = Run(folder, count, {index: {"cwd": home} for index, home in homes.items()}, data__paths="mine.txt")
-    return all_refuse(run, "data.paths")
+    return all_refuse(run, "fingerprint of data")
 
 
 def all_refuse(run: Run, words: str) -> Outcome:
@@ -210,7 +210,7 @@ def stops(number: int, phase: str) -> Callable[..., Outcome]:
         settings = {
             "compilation": {},
             "training": {},
-            "evaluation": dict(eval__every_steps=50, eval__max_batches=0, data__holdout_fraction=0.9),
+            "evaluation": dict(eval__every_steps=50, eval__max_rows=0, data__holdout_fraction=0.9),
             "saving": dict(checkpoint__save_every_steps=1),
         }[phase]
         run = Run(folder, count, **settings)

@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.command_line import command
-from jaxtrain.config import ConfigError, default_config, loading, validate
+from jaxtrain.config import ConfigError, default_config, validate, values
 from jaxtrain.config import suggest as nearest
 from jaxtrain.config.settings import SETTINGS
 from jaxtrain.main import main
@@ -52,7 +52,7 @@ def test_every_setting_has_a_doc_and_a_default_of_its_own_type():
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
             assert setting.doc, f"{section}.{key}"
-            assert loading._value_problem(setting, setting.default) is None, f"{section}.{key}"
+            assert values.problem(setting, setting.default) is None, f"{section}.{key}"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_misspelt_keys_do_not_hide_what_settings_together_violate(tmp_path):
         ("train.num_steps=20", 20),
         ("train.num_steps=1e3", 1000),
         ("train.num_steps=1_000", 1000),
-        ("train.num_steps=9007199254740993", 9007199254740993),
+        ("data.seed=9007199254740993", 9007199254740993),
         ("mesh.data=-1", -1),
         ("model.qk_norm=true", True),
         ("model.qk_norm=Yes", True),
@@ -232,6 +232,10 @@ def test_misspelt_keys_do_not_hide_what_settings_together_violate(tmp_path):
         ("data.paths=a.txt,b c", ("a.txt", "b c")),
         ("data.paths=('a.txt', 'b')", ("a.txt", "b")),
         ("data.paths=", ()),
+        ("data.paths='/d/a,b.txt',\"it's\",/c (1)", ("/d/a,b.txt", "it's", "/c (1)")),
+        ("data.paths=it's,[x]/y", ("it's", "[x]/y")),
+        ("data.paths=[' a,b']", (" a,b",)),
+        ("train.seed=4294967295", 4294967295),
         ("runtime.coordinator_address=host:1=2", "host:1=2"),
     ],
 )
@@ -256,6 +260,24 @@ def test_override(tmp_path, text, value):
         ("optimizer.learning_rate=fast", "--config.optimizer.learning_rate: expected float, got 'fast'"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate: must be a finite number, got nan"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate: must be a finite number, got inf"),
+        ("optimizer.learning_rate=1e39", "optimizer.learning_rate: must be at most 3.4e+38 in size (float32), got 1e+39"),
+        ("optimizer.eps=1e-40", "optimizer.eps: must be 0 or at least 1.2e-38 in size (float32), got 1e-40"),
+        ("optimizer.b2=0.99999999999", "optimizer.b2: must be less than 1.0, got 0.99999999999 (1.0 in float32)"),
+        ("train.num_steps=1e30", "train.num_steps: must be at most 2147483647, got 1000000000000000019884624838656"),
+        ("model.num_layers=9223372036854775808", "model.num_layers: must be at most 2147483647, got 9223372036854775808"),
+        ("data.seed=9223372036854775808", "data.seed: must be at most 9223372036854775807, got 9223372036854775808"),
+        ("train.seed=4294967296", "train.seed: must be at most 4294967295, got 4294967296"),
+        ("train.num_steps=\u0665", "--config.train.num_steps: expected int, got '\u0665'"),
+        ("train.num_steps=" + "9" * 5000, "--config.train.num_steps: expected int, got '99999"),
+        ("data.paths='a,b", '--config.data.paths: expected tuple, got "\'a,b"; write a,b and put an element that contains a '),
+        ("data.paths=a,''", "data.paths: an element is empty: ('a', '')"),
+        ("data.paths=a\0b", "data.paths: contains a NUL character: ('a\\x00b',)"),
+        ("runtime.compile_cache_dir=\0", "runtime.compile_cache_dir: contains a NUL character: '\\x00'"),
+        (
+            "eval.max_batches=20",
+            "--config.eval.max_batches: is no setting any more: batches differ in rows by train.accumulation_steps; set "
+            "eval.max_rows, which counts rows",
+        ),
     ],
 )
 def test_wrong_override(tmp_path, text, expected):
@@ -330,10 +352,10 @@ def test_saved_config_reads_back_equal(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", '{"optimizer": {"lr": 1}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"model": {"lr": 1}}', '{"model": 3}', "[" * 100_000, "\udcff"])
 def test_damaged_saved_config(tmp_path, text):
     path = tmp_path / "config.json"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=str(path)):
         configs.read(path)
 
@@ -341,13 +363,33 @@ def test_damaged_saved_config(tmp_path, text):
 def test_saved_config_of_another_version(tmp_path):
     tree = default_config().to_dict()
     tree["optimizer"]["lr"] = tree["optimizer"].pop("learning_rate")
+    tree["eval"]["max_batches"] = tree["eval"].pop("max_rows")  # of an earlier version
+    tree["train"].pop("z_loss")  # a later one has it too
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ConfigError) as caught:
         configs.read(tmp_path / "config.json")
     assert caught.value.problems == [
         f"{tmp_path}/config.json: optimizer.lr: unknown key; did you mean optimizer.learning_rate?",
-        f"{tmp_path}/config.json: optimizer.learning_rate: missing; start from default_config()",
     ]
+    tree["optimizer"].pop("lr")
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert configs.read(tmp_path / "config.json").to_dict() == default_config().to_dict()
+
+
+def test_settings_that_name_paths_or_addresses_are_marked():
+    """So that `generate` does not follow those of a stranger's config.json."""
+    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host"}
+    for section, settings in SETTINGS.items():
+        for key, setting in settings.items():
+            inside = any(entry.location for entry in (setting.entries or {}).values())
+            assert setting.location == (inside or bool(words & set(key.split("_")))), f"{section}.{key}"
+
+
+def test_locations_are_left_behind(tmp_path):
+    config = loaded(file(tmp_path), "data.paths=/etc", "runtime.compile_cache_dir=/x", "train.num_steps=3")
+    found = configs.without_locations(config)
+    assert (found.data.paths, found.runtime.compile_cache_dir, found.train.num_steps) == (("python_stdlib",), "", 3)
+    assert found.is_locked and config.data.paths == ("/etc",)
 
 
 def run(*arguments):

@@ -9,6 +9,7 @@ import pytest
 from jaxtrain.config import default_config
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
+from jaxtrain.model.inventory import of_model
 
 TERA = 1e12
 
@@ -26,33 +27,33 @@ MIXTRAL = dict(LLAMA2_7B, num_kv_heads=8, mlp_dim=14336, **EIGHT)
 
 def test_llama2_7b_step_is_as_published():
     model, tokens = model_of(**LLAMA2_7B), 4 * 8192
-    assert sum(flops.parameter_count(model).values()) == 6_738_415_616
-    assert 6 * flops.matmul_params(model) * tokens / TERA == pytest.approx(1299.00, abs=0.005)
+    assert of_model(model).count == 6_738_415_616
+    assert 6 * of_model(model).multiplied_count * tokens / TERA == pytest.approx(1299.00, abs=0.005)
     assert flops.attention_flops(model, tokens, 8192) / TERA == pytest.approx(211.11, abs=0.005)
     assert flops.attention_flops(model, tokens, 8192, causal=False) / TERA == pytest.approx(422.21, abs=0.005)
-    assert flops.step_flops(model, tokens, 8192) / TERA == pytest.approx(1510.11, abs=0.005)
-    assert flops.step_flops(model, tokens, 8192, causal=False) / TERA == pytest.approx(1299.00 + 422.21, abs=0.01)
+    assert flops.step_flops(of_model(model), tokens, 8192) / TERA == pytest.approx(1510.11, abs=0.005)
+    assert flops.step_flops(of_model(model), tokens, 8192, causal=False) / TERA == pytest.approx(1299.00 + 422.21, abs=0.01)
 
 
 def test_mixtral_counts_active_experts():
     model = model_of(**MIXTRAL)
-    assert flops.matmul_params(model) == pytest.approx(12.75e9, rel=1e-3)
-    assert flops.matmul_params(model_of(**MIXTRAL | dict(experts_per_token=8))) == pytest.approx(46.57e9, rel=1e-3)
-    assert sum(flops.parameter_count(model).values()) == 46_702_792_704
-    assert flops.active_count(model) == 12_879_925_248
-    weights = flops.step_flops(model, 1000, 4096) - flops.attention_flops(model, 1000, 4096)
+    assert of_model(model).multiplied_count == pytest.approx(12.75e9, rel=1e-3)
+    assert of_model(model_of(**MIXTRAL | dict(experts_per_token=8))).multiplied_count == pytest.approx(46.57e9, rel=1e-3)
+    assert of_model(model).count == 46_702_792_704
+    assert of_model(model).active_count == 12_879_925_248
+    weights = flops.step_flops(of_model(model), 1000, 4096) - flops.attention_flops(model, 1000, 4096)
     assert weights == pytest.approx(6 * 12.75e9 * 1000, rel=1e-3)
 
 
 def test_lookup_is_not_counted_and_a_tied_head_is():
-    untied = model_of()
-    tied, learned = model_of(tie_embeddings=True), model_of(position="learned")
-    assert flops.matmul_params(tied) == flops.matmul_params(untied) == flops.matmul_params(learned)
-    counts = flops.parameter_count(untied)
-    # everything but the lookup table, and the norms, which are no products
-    norms = untied.embed_dim * (2 * untied.num_layers + 1)
-    assert flops.matmul_params(untied) == counts["blocks"] + counts["head"] - norms
-    assert flops.parameter_count(tied)["head"] == untied.embed_dim
+    changes = {}, dict(tie_embeddings=True), dict(position="learned")
+    untied, tied, learned = (of_model(model_of(**change)) for change in changes)
+    assert tied.multiplied_count == untied.multiplied_count == learned.multiplied_count
+    # Everything but the lookup table, and the norms, which are no products.
+    m = untied.model
+    assert untied.multiplied_count == untied.count - m.vocab_size * m.embed_dim - m.embed_dim * (2 * m.num_layers + 1)
+    assert untied.count - tied.count == m.vocab_size * m.embed_dim
+    assert learned.count - untied.count == m.max_len_tokens * m.embed_dim
 
 
 def test_window_counts_visible_keys_only():
@@ -71,7 +72,7 @@ def test_window_counts_visible_keys_only():
 
 def test_mfu_is_a_fraction_or_unknown(caplog):
     flops._warn_above_peak.cache_clear()
-    per_token = flops.step_flops(model_of(**LLAMA2_7B), 32768, 8192) / 32768
+    per_token = flops.step_flops(of_model(model_of(**LLAMA2_7B)), 32768, 8192) / 32768
     peak = hardware.peak_flops("NVIDIA H200")
     value = flops.mfu(80_000, per_token, 8, peak)
     assert value == pytest.approx(80_000 * 1510.11e12 / 32768 / (8 * 989e12), rel=1e-5)
@@ -101,7 +102,7 @@ def test_known_gpus(kind, name, bf16, fp8):
     gpu = hardware.find(kind)
     assert (gpu.name, gpu.bf16_flops, gpu.fp8_flops) == (name, bf16, fp8)
     assert hardware.peak_flops(kind) == bf16
-    assert hardware.peak_flops(kind, "float8") == fp8
+    assert hardware.peak_flops(kind, "fp8") == fp8
     assert hardware.peak_flops(kind, "float32") is None
 
 

@@ -10,6 +10,7 @@ from planned import needs_plugin
 
 from jaxtrain import config as configs
 from jaxtrain.hardware import flops
+from jaxtrain.model import inventory
 from jaxtrain.pipeline.schedule import make
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan import hlo, roofline, timeline
@@ -88,7 +89,7 @@ def test_stages_compute_what_their_table_says():
     links = roofline.Links(compiled.topology.gpu, 8, compiled.mesh_shape)
     walked = timeline.walk(compiled.module, compiled.collectives(), links, busy=compiled.shares[1])
     config = compiled.program.config
-    model = flops.step_flops(config.model, 8 * T, T)
+    model = flops.step_flops(inventory.of_model(config.model), 8 * T, T)
     attention = flops.attention_flops(config.model, 8 * T, T)
     head = 6 * D * 128_256 * 8 * T
     blocks = model - attention - head

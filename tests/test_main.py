@@ -29,11 +29,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import saved_steps
 from jaxtrain.command_line import command
 from jaxtrain.main import main
 from jaxtrain.observe import progress
 from jaxtrain.observe.metrics import read_rows
+from jaxtrain.runtime import startup
 from jaxtrain.train import loop
 from jaxtrain.train.optimizer import learning_rate
 
@@ -52,7 +54,7 @@ def get_config(arg=None):
     c.data.update(paths=(CORPUS,), seq_len_tokens=16, global_batch_rows=16, holdout_fraction=0.2)
     c.train.update(num_steps=20, accumulation_steps=2, log_every_steps=1)
     c.checkpoint.save_every_steps = 5
-    c.eval.update(every_steps=10, max_batches=2)
+    c.eval.update(every_steps=10, max_rows=16)
     c.runtime.platform = "cpu"
     return c
 """
@@ -447,6 +449,22 @@ def test_workdir_that_cannot_be_written(place, tmp_path):
         assert run.code == 1
         assert f"error: --workdir={workdir}: cannot be written (" in run.log and "Traceback" not in run.log
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_workdir_in_use(place, tmp_path):
+    """Refused before devices start, and the first run's lock stays."""
+    with WorkdirLock(tmp_path / "run") as lock, mock.patch.object(startup, "initialize", side_effect=AssertionError):
+        run = train(place, tmp_path / "run")
+        assert run.code == 1
+        assert f"error: --workdir={tmp_path}/run: another run (process {os.getpid()} on " in run.log
+        lock.require_held()
+
+
+def test_run_that_lost_its_lock_saves_nothing_more(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(WorkdirLock, "_is_mine", lambda self: False)
+    run = train(place, tmp_path / "run", "train.num_steps=5")
+    assert run.code == 1
+    assert "has taken this folder over" in run.log and not saved_steps(tmp_path / "run")
 
 
 def test_workdir_of_another_run(place, tmp_path, straight):

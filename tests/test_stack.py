@@ -9,11 +9,13 @@ import pytest
 from tiny import assert_close, config, devices, program
 
 from jaxtrain.model import products
+from jaxtrain.model.decoder import Block
 from jaxtrain.model.layers import _columns, _read, _row
 from jaxtrain.parallel import layer_loop as stack
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.parameters import Place, Stored
 from jaxtrain.parallel.sharding import ZERO_STAGES, make_layout, per_device
+from jaxtrain.pipeline import executor
 from jaxtrain.remat.activations import KEPT
 from jaxtrain.remat.policy import Remat, name
 
@@ -47,10 +49,12 @@ def mlp(layout, x, weights, number, shared):
     return x + name(down, "mlp_out") / (1.0 + number), None
 
 
-def plain(x, weights, head, shared):
+def plain(x, weights, head, shared, twice=False):
     for number in range(L):
-        inner = (x * weights["attention_norm"]["scale"][number]) @ weights["attention"]["kernel"][number]
+        normal = x * weights["attention_norm"]["scale"][number]
+        inner = normal @ weights["attention"]["kernel"][number]
         x = x + jnp.tanh(inner + shared) @ weights["mlp"]["kernel"][number].T / (1.0 + number)
+        x = x + jnp.sin(normal) / F if twice else x
     return jnp.sum(jnp.sin(x @ head))
 
 
@@ -64,8 +68,16 @@ def make(layout, **settings):
         return Place(layout, dims, jnp.dtype("float32"), dims != ("vector",))
 
     places, after = (jax.tree.map(place, dims, is_leaf=is_dims) for dims in (DIMS, AFTER))
-    parts = {"attention": functools.partial(attention, layout), "mlp": functools.partial(mlp, layout)}
+    first = stack.Part(functools.partial(attention, layout), ("attention", "attention_norm"))
+    second, reads = settings.get("second", (mlp, ("mlp",)))
+    parts = (first, stack.Part(functools.partial(second, layout), reads))
     return stack.Stack(parts, places, after, L, settings.get("remat", Remat()), settings.get("prefetch", "both"))
+
+
+def shared_norm(layout, x, weights, number, shared):
+    """As `mlp`, of a scale that `attention` reads too."""
+    (x, inner), scale = x, weights["attention_norm"]["scale"]
+    return (mlp(layout, (x, inner), weights, number, shared)[0] + jnp.sin(x * _read(scale)) / F), None
 
 
 @functools.cache
@@ -116,9 +128,9 @@ def gradients(mesh, with_earlier=False, record=None, **settings):
 
 
 @functools.cache
-def wanted():
+def wanted(twice=False):
     x, weights, head, shared, _ = inputs()
-    value, grads = jax.value_and_grad(plain, (0, 1, 2))(x, weights, head, shared)
+    value, grads = jax.value_and_grad(plain, (0, 1, 2))(x, weights, head, shared, twice)
     return (value, *grads)
 
 
@@ -146,6 +158,40 @@ def test_sums_of_earlier_microbatches_are_added_to(mesh):
     summed = jax.tree_util.tree_map_with_path(lambda path, e: parts[path[0].key] * e, earlier)
     weights = jax.tree.map(jnp.add, weights, summed)
     assert_close(got, (value, x, weights, head), 3e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_weight_that_two_parts_read_gets_the_sum_of_their_gradients(mesh, policy):
+    second = shared_norm, ("mlp", "attention_norm")
+    assert_close(gradients(mesh, second=second, remat=Remat(KEPT[policy])), wanted(twice=True), 3e-5)
+
+
+def test_a_weight_that_no_part_reads_stops_the_build():
+    layout = layout_of({})
+    with pytest.raises(ValueError, match=r"no part of a block reads mlp.kernel: add mlp to the `reads` of one"):
+        make(layout, second=(mlp, ()))
+    with pytest.raises(ValueError, match="parts of a block read head, which are no weights of it"):
+        make(layout, second=(mlp, ("mlp", "head")))
+
+
+@pytest.mark.parametrize(
+    "reads", [{"MLP": ("mlp",)}, {"MLP": ("mlp", "attention"), "ATTENTION": ("mlp_norm", "attention_norm")}]
+)
+def test_the_models_parts_must_name_what_they_read(monkeypatch, reads):
+    for name_of, names in reads.items():
+        monkeypatch.setattr(Block, name_of, names)
+    p = program(config())
+    message = "no part of a block reads mlp_norm.scale" if len(reads) == 1 else "a part of a block reads attention.query.kernel"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(p.loss_and_grads, p.abstract_state.params, p.abstract_step_arguments()[1], np.int32(0))
+
+
+def test_a_weight_that_no_part_of_a_pipeline_reads_stops_the_build(monkeypatch):
+    monkeypatch.setattr(executor, "HEAD", ("head",))
+    p = program(config(mesh__pipeline=2, train__accumulation_steps=2))
+    with pytest.raises(ValueError, match="neither embedding, blocks nor head read final_norm"):
+        jax.eval_shape(p.loss_and_grads, p.abstract_state.params, p.abstract_step_arguments()[1], np.int32(0))
 
 
 @pytest.mark.parametrize("policy", KEPT)

@@ -77,7 +77,7 @@ RULES = {
     "layers over stages": (
         {"mesh__pipeline": 4, "train__accumulation_steps": 4, "model__num_layers": 30},
         4,
-        "model.num_layers: 30 does not divide over mesh.pipeline=4; nearest: 28 or 32",
+        "model.num_layers: 30 does not divide over mesh.pipeline=4; nearest: 28 or 32, or mesh.pipeline 2 or 3",
         {"model__num_layers": 32},
     ),
     "layers over virtual stages": (
@@ -91,6 +91,19 @@ RULES = {
         2,
         "model.num_layers: 10 does not divide over mesh.pipeline x pipeline.virtual_stages=4; nearest: 8 or 12",
         {"model__num_layers": 12},
+    ),
+    "layers over too many virtual stages": (
+        {
+            "mesh__pipeline": 4,
+            "train__accumulation_steps": 4,
+            "pipeline__schedule": "interleaved",
+            "pipeline__virtual_stages": 2,
+            "model__num_layers": 20,
+        },
+        4,
+        "model.num_layers: 20 does not divide over mesh.pipeline x pipeline.virtual_stages=8; nearest: 16 or 24, or "
+        "mesh.pipeline 2",
+        {"mesh__pipeline": 2, "mesh__data": 2},
     ),
     "interleaved, microbatches": (
         {
@@ -174,7 +187,7 @@ RULES = {
     "width of experts over tensor": (
         EXPERTS | {"mesh__tensor": 2, "mesh__data": 1, "model__expert_mlp_dim": 63},
         2,
-        "model.expert_mlp_dim: 63 does not divide over mesh.tensor=2; nearest: 62 or 64",
+        "model.expert_mlp_dim: 63 does not divide over mesh.tensor=2; nearest: 62 or 64, or mesh.tensor 1 or 3",
         {"model__expert_mlp_dim": 64},
     ),
     "more experts per token than there are": (
@@ -273,7 +286,7 @@ RULES = {
     "mlp over tensor=4": (
         {"mesh__tensor": 4, "model__mlp_dim": 690},
         4,
-        "model.mlp_dim: 690 does not divide over mesh.tensor=4; nearest: 688 or 692",
+        "model.mlp_dim: 690 does not divide over mesh.tensor=4; nearest: 688 or 692, or mesh.tensor 3 or 5",
         {"model__mlp_dim": 692},
     ),
     "sequence=3 with 8 positions": (
@@ -391,7 +404,7 @@ RULES = {
     "warm-up longer than the run": (
         {"optimizer__warmup_steps": 11, "train__num_steps": 10},
         1,
-        "optimizer.warmup_steps: 11 exceed train.num_steps=10",
+        "optimizer.warmup_steps: 11 exceed train.num_steps=10; for a trial of so few steps set optimizer.warmup_steps=1",
         {"optimizer__warmup_steps": 10},
     ),
     "warm-up and decay longer than the run": (
@@ -402,8 +415,27 @@ RULES = {
             "train__num_steps": 10,
         },
         1,
-        "optimizer.warmup_steps: 6 and optimizer.decay_steps=5 exceed train.num_steps=10",
-        {"optimizer__warmup_steps": 5},
+        "optimizer.warmup_steps: 6 and optimizer.decay_steps=5 exceed train.num_steps=10; for a trial of so few steps set "
+        "optimizer.warmup_steps=1 and optimizer.decay_steps=2",
+        {"optimizer__warmup_steps": 1, "optimizer__decay_steps": 2},
+    ),
+    "no text": (
+        {"data__paths": ()},
+        1,
+        "data.paths: is empty; name text files or folders, or python_stdlib",
+        {"data__paths": ("x",)},
+    ),
+    "port": (
+        {"runtime__coordinator_address": "node1:65536"},
+        1,
+        "runtime.coordinator_address=node1:65536: port 65536 is not one of 1 to 65535",
+        {"runtime__coordinator_address": "node1:65535"},
+    ),
+    "no host": (
+        {"runtime__coordinator_address": ":1234"},
+        1,
+        "runtime.coordinator_address=:1234: has no host; write HOST:1234",
+        {"runtime__coordinator_address": "[::1]:1234"},
     ),
     "fake devices on a GPU": (
         {"runtime__fake_devices": 1, "runtime__platform": "gpu"},

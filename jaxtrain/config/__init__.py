@@ -1,5 +1,6 @@
 """The configuration: settings, loading, checks, suggestions. What other rooms need of it is named here."""
 
-from jaxtrain.config.loading import ConfigError, check, default_config, describe, load, parse, read, save
+from jaxtrain.config.loading import ConfigError, check, default_config, describe, load, read, save, without_locations
+from jaxtrain.config.values import parse
 
-__all__ = ["ConfigError", "check", "default_config", "describe", "load", "parse", "read", "save"]
+__all__ = ["ConfigError", "check", "default_config", "describe", "load", "parse", "read", "save", "without_locations"]

@@ -1,8 +1,8 @@
 """The configuration: one documented default tree, how a file and overrides change it, and the errors that come of it.
 
-Owns `default_config`, `load` and `check`. The keys are in `jaxtrain.settings`, facts that involve several settings at once
-(divisibility, batch shapes) in `jaxtrain.validate`, the guess at what a wrong key meant in `jaxtrain.nearest`. Nothing here
-imports jax, so `--help` and a refused config cost no device start-up.
+Owns `default_config`, `load`, `read` and `check`. The keys are in `settings`, one setting's value in `values`, facts that
+involve several settings at once (divisibility, batch shapes) in `validate`, the guess at what a wrong key meant in `suggest`.
+Nothing here imports jax, so `--help` and a refused config cost no device start-up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import math
+import os
 import pathlib
 import runpy
 import traceback
@@ -19,7 +19,8 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain.config.settings import SETTINGS, Setting
+from jaxtrain.config import entries, values
+from jaxtrain.config.settings import RETIRED, SETTINGS
 from jaxtrain.config.suggest import nearest_key
 
 
@@ -57,14 +58,14 @@ def default_config() -> ml_collections.ConfigDict:
 
 def load(
     path: str,
-    overrides: Iterable[tuple[str, str]] = (),
+    overrides: Iterable[tuple[str, Any]] = (),
     cross_check: Callable[[ml_collections.ConfigDict], list[str]] = lambda config: [],
 ) -> ml_collections.ConfigDict:
     """Runs `get_config` of a config file, applies overrides, checks every key, and locks the result.
 
     Args:
       path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`.
-      overrides: pairs of a dotted key and the text of its value, as ("optimizer.learning_rate", "1e-4"). Of several for
+      overrides: pairs of a dotted key and its value, or the text of it: ("optimizer.learning_rate", "1e-4"). Of several for
         one key the last counts, so that a script's own can be overridden by those it passes on.
       cross_check: problems of settings taken together (`validate.problems`); asked when each setting is fine by itself.
 
@@ -74,8 +75,8 @@ def load(
     config = _run_file(*path.partition(":")[::2])
     unknown = _unknown_keys(config)
     wrong = []
-    for key, text in overrides:
-        known, problem = _override(config, key, text)
+    for key, value in overrides:
+        known, problem = _override(config, key, value)
         if problem:
             (wrong if known else unknown).append(problem)
     wrong = _wrong_values(config) + wrong
@@ -100,14 +101,35 @@ def save(config: ml_collections.ConfigDict, path: pathlib.Path) -> None:
 
 
 def read(path: pathlib.Path) -> ml_collections.ConfigDict:
-    """A config written by `save`. Raises ConfigError if it is damaged or does not fit this version's tree."""
+    """A config written by `save`, also by an earlier version: settings that it did not have get their defaults.
+
+    Raises ConfigError if it cannot be read, is damaged, or has keys that never were settings.
+    """
     try:
-        config = ml_collections.ConfigDict(dict(json.loads(path.read_text())), type_safe=False)
-    except (ValueError, TypeError) as error:  # no JSON, or JSON that is no object
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict) or "model" not in tree:
+            raise ValueError("it has no settings")
+        for section, settings in default_config().to_dict().items():
+            known = tree.setdefault(section, {})
+            if isinstance(known, dict):
+                written = {key: value for key, value in known.items() if f"{section}.{key}" not in RETIRED}
+                tree[section] = settings | written
+        config = ml_collections.ConfigDict(tree, type_safe=False)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except (ValueError, TypeError, RecursionError) as error:  # no JSON, or JSON that is no object
         raise ConfigError([f"{path}: is not a config written by this program: {error}"]) from error
     if problems := check(config):
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return config.lock()
+
+
+def without_locations(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """A copy in which settings that name paths or addresses have their defaults: those of a stranger are not followed."""
+    copy = config.copy_and_resolve_references().unlock()
+    for section, settings in SETTINGS.items():
+        copy[section].update({key: setting.default for key, setting in settings.items() if setting.location})
+    return copy.lock()
 
 
 def describe() -> str:
@@ -123,8 +145,9 @@ def describe() -> str:
 
 
 def _run_file(file: str, argument: str) -> ml_collections.ConfigDict:
-    if not pathlib.Path(file).is_file():
-        near = difflib.get_close_matches(file, map(str, pathlib.Path(file).parent.glob("*.py")), 1)
+    if not os.path.isfile(file):
+        folder = pathlib.Path(file).parent
+        near = difflib.get_close_matches(file, map(str, folder.glob("*.py")), 1) if os.path.isdir(folder) else ()
         raise ConfigError([f"--config={file}: no such file{f'; did you mean {near[0]}?' if near else ''}"])
     try:
         with _collecting():
@@ -132,16 +155,17 @@ def _run_file(file: str, argument: str) -> ml_collections.ConfigDict:
             if get_config is None:
                 raise ConfigError([f"{file}: defines no get_config()"])
             config = get_config(argument) if argument else get_config()
+            if not isinstance(config, ml_collections.ConfigDict):
+                name = type(config).__name__
+                raise ConfigError([f"{file}: get_config() returned {name}, not what default_config() gave it"])
+            return config.copy_and_resolve_references().unlock()
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's file may raise becomes one line
+    except BaseException as error:  # whatever a user's file may raise becomes one line, sys.exit() in it too
         raise ConfigError([f"{file}{_line_in(file, error)}: {_what_failed(error)}"]) from error
-    if not isinstance(config, ml_collections.ConfigDict):
-        raise ConfigError([f"{file}: get_config() returned {type(config).__name__}, not what default_config() gave it"])
-    return config.unlock()
 
 
-def _line_in(file: str, error: Exception) -> str:
+def _line_in(file: str, error: BaseException) -> str:
     """The line of `file` that raised the error, the innermost if several are, as ":LINE"; "" if none is."""
     if isinstance(error, SyntaxError):
         return f":{error.lineno}"
@@ -149,126 +173,81 @@ def _line_in(file: str, error: Exception) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def _what_failed(error: Exception) -> str:
-    name = str(error).strip("'\"")
-    if isinstance(error, AttributeError | KeyError) and name.isidentifier():  # how ConfigDict says that it has no such key
-        return f"{name}: unknown key{nearest_key(name, None, SETTINGS)}"
-    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+def _what_failed(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    except Exception:  # a user's own kind of error
+        text = ""
+    if isinstance(error, AttributeError | KeyError) and (name := text.strip("'\"")).isidentifier():
+        return f"{name}: unknown key{nearest_key(name, None, SETTINGS)}"  # how ConfigDict says that it has no such key
+    if isinstance(error, SystemExit):
+        text += "; a config file returns its config, it must not end the program"
+    return f"{type(error).__name__}: {text[:500]}"
 
 
 def _unknown_keys(config: ml_collections.ConfigDict) -> list[str]:
     problems = []
-    for section, values in config.items():
+    for section, tree in config.items():
         if section not in SETTINGS:
-            what = "section" if isinstance(values, ml_collections.ConfigDict) else "key"
-            problems.append(f"{section}: unknown {what}{nearest_key(section, None, SETTINGS)}")
-        elif isinstance(values, ml_collections.ConfigDict):
-            unknown = (key for key in values if key not in SETTINGS[section])
-            problems += [f"{section}.{key}: unknown key{nearest_key(key, section, SETTINGS)}" for key in unknown]
+            what = "section" if isinstance(tree, ml_collections.ConfigDict) else "key"
+            problems.append(f"{section}: unknown {what}{nearest_key(str(section), None, SETTINGS)}")
+        elif isinstance(tree, ml_collections.ConfigDict):
+            unknown = (key for key in tree if key not in SETTINGS[section])
+            problems += [f"{section}.{key}: {_unknown(section, str(key))}" for key in unknown]
     return problems
+
+
+def _unknown(section: str | None, key: str) -> str:
+    if reason := RETIRED.get(f"{section}.{key}"):
+        return f"is no setting any more: {reason}"
+    return f"unknown key{nearest_key(key, section, SETTINGS)}"
 
 
 def _wrong_values(config: ml_collections.ConfigDict) -> list[str]:
     problems = []
     for section, settings in SETTINGS.items():
-        values = config.get(section, None)
-        if values is None:
+        tree = config.get(section, None)
+        if tree is None:
             problems.append(f"{section}: section is missing; start from default_config()")
             continue
-        if not isinstance(values, ml_collections.ConfigDict):
-            problems.append(f"{section}: is a section, not a value ({values!r}); set its keys: {', '.join(settings)}")
+        if not isinstance(tree, ml_collections.ConfigDict):
+            keys = ", ".join(settings)
+            problems.append(f"{section}: is a section, not a value ({values.shown(tree)}); set its keys: {keys}")
             continue
         for key, setting in settings.items():
-            if key not in values:
+            if key not in tree:
                 problems.append(f"{section}.{key}: missing; start from default_config()")
                 continue
-            if (converted := _converted(setting, values[key])) is not values[key]:
-                values[key] = None  # ConfigDict would turn an int that replaces a float into a float again
-                values[key] = converted
-            if problem := _value_problem(setting, values[key]):
+            if setting.entries is not None:
+                problems += entries.problems(f"{section}.{key}", setting.entries, tree[key])
+                continue
+            if (converted := values.converted(setting, tree[key])) is not tree[key]:
+                tree[key] = None  # ConfigDict would turn an int that replaces a float into a float again
+                tree[key] = converted
+            if problem := values.problem(setting, tree[key]):
                 problems.append(f"{section}.{key}: {problem}")
     return problems
 
 
-def _override(config: ml_collections.ConfigDict, dotted: str, text: str) -> tuple[bool, str | None]:
-    """Sets one key from text. Returns whether there is such a key, and the problem, if there is one."""
+def _override(config: ml_collections.ConfigDict, dotted: str, value: Any) -> tuple[bool, str | None]:
+    """Sets one key from a value or its text. Returns whether there is such a key, and the problem, if there is one."""
     section, _, key = dotted.partition(".")
     if section in SETTINGS and not key:
         keys = ", ".join(SETTINGS[section])
         return False, f"--config.{section}: is a section; write --config.{section}.KEY=VALUE with one of {keys}"
+    head, _, rest = key.partition(".")
+    if rest and (outer := SETTINGS.get(section, {}).get(head)) and outer.entries:
+        known, problem = entries.override(config[section].get(head), outer.entries, rest, value)
+        return known, f"--config.{dotted}: {problem}" if problem else None
     if section not in SETTINGS or key not in SETTINGS[section]:
-        return False, f"--config.{dotted}: unknown key{nearest_key(key or section, section if key else None, SETTINGS)}"
-    try:
-        value = parse(SETTINGS[section][key], text)
-    except ValueError:
-        return True, f"--config.{dotted}: expected {SETTINGS[section][key].type.__name__}, got {text!r}"
+        return False, f"--config.{dotted}: {_unknown(section if key else None, key or section)}"
+    setting = SETTINGS[section][key]
+    if isinstance(value, str):
+        try:
+            value = entries.parse(value) if setting.entries is not None else values.parse(setting, value)
+        except ValueError:
+            how = "; write a,b and put an element that contains a comma or quote in quotes" if setting.type is tuple else ""
+            return True, f"--config.{dotted}: expected {setting.type.__name__}, got {values.shown(value)}{how}"
     if isinstance(config.get(section), ml_collections.ConfigDict):  # otherwise the section itself is the problem
         config[section][key] = value
     return True, None
-
-
-BOOL_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-
-
-def parse(setting: Setting, text: str) -> Any:
-    """The text of an override as the setting's type; whole numbers may be written 1000, 1_000 or 1e3. Raises ValueError."""
-    if setting.optional and text.lower() == "none":
-        return None
-    if setting.type is bool:
-        if text.lower() not in BOOL_WORDS:
-            raise ValueError(text)
-        return BOOL_WORDS[text.lower()]
-    if setting.type is int:
-        with contextlib.suppress(ValueError):
-            return int(text)
-        if not float(text).is_integer():
-            raise ValueError(text)
-        return int(float(text))
-    if setting.type is tuple:
-        return tuple(part.strip().strip("'\"") for part in text.strip("()[]").split(",") if part.strip())
-    return setting.type(text)
-
-
-def _converted(setting: Setting, value: Any) -> Any:
-    """The same value in the setting's type where nothing is lost, else the value itself."""
-    if setting.type is float and type(value) is int:
-        with contextlib.suppress(OverflowError):
-            return float(value)
-    if setting.type is int and type(value) is float and value.is_integer():
-        return int(value)
-    if setting.type is tuple and isinstance(value, list):
-        return tuple(value)
-    return value
-
-
-def _value_problem(setting: Setting, value: Any) -> str | None:
-    if value is None and setting.optional:
-        return None
-    if type(value) is not setting.type:
-        hint = ""
-        if isinstance(value, str) and setting.type is tuple:
-            hint = f"; write ({value!r},)"
-        elif isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                hint = f"; write {parse(setting, value)!r} without quotes"
-        return f"expected {setting.type.__name__}, got {type(value).__name__} {value!r}{hint}"
-    if setting.type is tuple and not all(isinstance(part, str) for part in value):
-        return f"expected a tuple of strings, got {value!r}"
-    if setting.choices and value not in setting.choices:
-        if setting.type is str:
-            near = difflib.get_close_matches(value.lower(), setting.choices, 1, 0.5)
-        else:
-            near = [min(setting.choices, key=lambda choice: abs(choice - value))]
-        known = ", ".join(map(repr, setting.choices))
-        return f"{value!r} is not one of {known}{f'; did you mean {near[0]!r}?' if near else ''}"
-    if setting.type is float and not math.isfinite(value):
-        return f"must be a finite number, got {value}"
-    for bound, fine, words in (
-        (setting.low, lambda b: value >= b, "at least"),
-        (setting.high, lambda b: value <= b, "at most"),
-        (setting.above, lambda b: value > b, "more than"),
-        (setting.below, lambda b: value < b, "less than"),
-    ):
-        if bound is not None and not fine(bound):
-            return f"must be {words} {bound}, got {value}"
-    return None

@@ -6,6 +6,7 @@ Owns the table of other names and the order in which guesses are tried. Nothing 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 
 # Key: what others call it, and abbreviations. Names that contain a key's or are contained in it need no entry.
@@ -60,7 +61,7 @@ ALIASES: dict[str, str] = {
     "checkpoint.save_every_steps": "save_steps save_interval save_period checkpoint_every checkpoint_period",
     "checkpoint.keep_last": "max_to_keep save_total_limit",
     "eval.every_steps": "eval_every eval_steps eval_interval eval_period",
-    "eval.max_batches": "eval_iters eval_batches",
+    "eval.max_rows": "eval_iters eval_batches max_batches",
     "runtime.platform": "device backend accelerator",
     "runtime.fake_devices": "devices num_devices device_count num_cpu_devices",
     "runtime.attention": "attn attention_backend attn_implementation flash_attention",
@@ -108,8 +109,24 @@ def _containing(name: str, names: Iterable[str], least: int) -> list[str]:
 
 
 def indivisible(name: str, value: int, by_name: str, by: int) -> str:
-    """The message that a setting's value does not divide over another's, with what would."""
-    return f"{name}: {value} does not divide over {by_name}={by}; nearest: {nearest_multiples(value, by)}"
+    """The message that a setting's value does not divide over another's, with values of either that would do."""
+    return f"{name}: {_does_not_divide(value, by_name, by)}, or {by_name} {nearest_divisors(value, by)}"
+
+
+def indivisible_layers(layers: int, stages: int, virtual: int, fitting: Iterable[int]) -> str:
+    """The same of layers over pipeline stages, of which not all numbers can be had.
+
+    Args:
+      fitting: numbers of stages that would do.
+    """
+    over = "mesh.pipeline" + (" x pipeline.virtual_stages" if virtual > 1 else "")
+    other = nearest(fitting, stages)
+    problem = _does_not_divide(layers, over, stages * virtual)
+    return f"model.num_layers: {problem}" + (f", or mesh.pipeline {other}" if other else "")
+
+
+def _does_not_divide(value: int, by_name: str, by: int) -> str:
+    return f"{value} does not divide over {by_name}={by}; nearest: {nearest_multiples(value, by)}"
 
 
 def nearest_multiples(value: int, multiple_of: int) -> str:
@@ -120,5 +137,15 @@ def nearest_multiples(value: int, multiple_of: int) -> str:
 
 def nearest_divisors(value: int, near: int) -> str:
     """The divisors of a value nearest to a number, as text."""
-    divisors = sorted((d for d in range(1, value + 1) if value % d == 0), key=lambda d: (abs(d - near), d))[:2]
-    return " or ".join(map(str, sorted(divisors)))
+    return nearest(divisors(value), near)
+
+
+def nearest(numbers: Iterable[int], near: int) -> str:
+    """The two numbers nearest to another, as text; "" if there are none."""
+    return " or ".join(map(str, sorted(sorted(numbers, key=lambda n: (abs(n - near), n))[:2])))
+
+
+def divisors(value: int) -> list[int]:
+    """All divisors of a positive number in order."""
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})

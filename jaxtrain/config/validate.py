@@ -14,7 +14,9 @@ from collections.abc import Mapping
 import ml_collections
 
 from jaxtrain.config import ConfigError
-from jaxtrain.config.suggest import indivisible, nearest_divisors, nearest_multiples
+from jaxtrain.config.data import problems as source_problems
+from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
+from jaxtrain.config.values import address_problem
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
@@ -169,8 +171,7 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
     shards = fsdp * sizes["expert"] * sizes["sequence"]
     over = "mesh." + " x ".join(axis for axis in ("fsdp", "expert", "sequence") if axis == "fsdp" or sizes[axis] > 1)
     if config.sharding.zero_stage and model.embed_dim % shards:
-        fitting = f", or {over} {nearest_divisors(model.embed_dim, shards)}"
-        found.append(indivisible("model.embed_dim", model.embed_dim, over, shards) + fitting)
+        found.append(indivisible("model.embed_dim", model.embed_dim, over, shards))
     for key in ("q_lora_rank", "kv_lora_rank") if config.sharding.zero_stage and model.attention == "mla" else ():
         if model[key] % shards:
             found.append(indivisible(f"model.{key}", model[key], over, shards))
@@ -192,12 +193,15 @@ def _pipeline_problems(config: ml_collections.ConfigDict, stages: int) -> list[s
     if model.num_experts and pipeline.schedule == "zero_bubble":
         found.append("pipeline.schedule: zero_bubble cannot put off the gradients of experts; use 1f1b")
     virtual, every = pipeline.virtual_stages, config.memory.remat_every_blocks
-    reason = pipeline_schedule.refusal(pipeline.schedule, stages, virtual, config.train.accumulation_steps)
-    if reason:
+
+    def refusal(stages: int) -> str | None:
+        return pipeline_schedule.refusal(pipeline.schedule, stages, virtual, config.train.accumulation_steps)
+
+    if reason := refusal(stages):
         found.append(f"pipeline.schedule: {reason} (microbatches are train.accumulation_steps)")
-    over = "mesh.pipeline" + (" x pipeline.virtual_stages" if virtual > 1 else "")
     if layers % (stages * virtual):
-        found.append(indivisible("model.num_layers", layers, over, stages * virtual))
+        fitting = [n for n in divisors(layers) if n > 1 and layers % (n * virtual) == 0 and not refusal(n)]
+        found.append(indivisible_layers(layers, stages, virtual, fitting))
     elif layers // (stages * virtual) % every:
         found.append(
             f"memory.remat_every_blocks: {every} does not divide the {layers // (stages * virtual)} layers of a "
@@ -270,9 +274,11 @@ def _data_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> 
         )
     if data.seq_len_tokens > model.max_len_tokens:
         found.append(f"data.seq_len_tokens: {data.seq_len_tokens} exceeds model.max_len_tokens={model.max_len_tokens}")
+    if not data.paths:
+        found.append("data.paths: is empty; name text files or folders, or python_stdlib")
     if data.tokenizer == "byte" and model.vocab_size < BYTE_VOCAB:
         found.append(f"model.vocab_size: the byte tokenizer has {BYTE_VOCAB} ids, got {model.vocab_size}")
-    return found
+    return found + source_problems(data)
 
 
 def _context_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:
@@ -340,10 +346,17 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(f"optimizer.decay_steps: only schedule wsd uses it, schedule is {optimizer.schedule}; set 0")
     if optimizer.warmup_steps + decay > steps:
         also = f" and optimizer.decay_steps={decay}" if decay else ""
-        found.append(f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}")
+        short = f"optimizer.warmup_steps={steps // 10}" + (f" and optimizer.decay_steps={-(-steps // 5)}" if decay else "")
+        found.append(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}; for a trial of so few "
+            f"steps set {short}"
+        )
     for backend, refusal in (("cudnn", cudnn_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
+    address = config.runtime.coordinator_address
+    if address and (reason := address_problem(address)):
+        found.append(f"runtime.coordinator_address={address}: {reason}")
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
     if config.checkpoint.keep_every_steps and not config.checkpoint.save_every_steps:
@@ -353,5 +366,3 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         nearest = nearest_multiples(keep, every)
         found.append(f"checkpoint.keep_every_steps: {keep} is not a multiple of save_every_steps={every}; nearest: {nearest}")
     return found
-
-

@@ -177,10 +177,10 @@ def find(device_kind: str) -> Gpu | None:
     return None
 
 
-def peak_flops(device_kind: str, compute_dtype: str = "bfloat16") -> float | None:
-    """Dense peak in FLOP/s of matrix products in `compute_dtype` ("bfloat16", "float8"); None when the table does not say."""
+def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+    """Dense peak in FLOP/s of matrix products in `dtype` ("bfloat16", "fp8"); None when the table does not say."""
     gpu = find(device_kind)
-    return {"bfloat16": gpu.bf16_flops, "float8": gpu.fp8_flops}.get(compute_dtype) if gpu else None
+    return {"bfloat16": gpu.bf16_flops, "fp8": gpu.fp8_flops}.get(dtype) if gpu else None
 
 
 def by_key(key: str) -> Gpu:

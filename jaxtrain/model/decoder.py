@@ -29,7 +29,7 @@ from jaxtrain.model.softcap import capped
 from jaxtrain.model.vocabulary import Embedding, Head
 from jaxtrain.parallel import layer_loop as stack
 from jaxtrain.parallel.collectives import all_gather, index
-from jaxtrain.parallel.parameters import Weight, fetch, is_stored, places, ready
+from jaxtrain.parallel.parameters import Weight, fetch, is_stored, places, ready, unread_weights
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import Remat, name, named
 
@@ -39,7 +39,13 @@ EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dro
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and feed-forward, each added to the residual."""
+    """Pre-norm attention and feed-forward, each added to the residual.
+
+    ATTENTION and MLP name the submodules whose weights `add_attention` and `add_mlp` read.
+    """
+
+    ATTENTION = ("attention_norm", "attention", "attention_post_norm")
+    MLP = ("mlp_norm", "mlp", "mlp_post_norm")
 
     def __init__(
         self,
@@ -206,6 +212,7 @@ class Decoder(nnx.Module):
         Beside these two a block takes its cache, or None.
         """
         layout, (graph, variables) = self.layout, nnx.split(getattr(self, name_of))
+        unread = unread_weights(variables)
         dense, count = self.model.dense_first_layers, self.model.num_layers
         first, count = (0, dense) if name_of != "blocks" else (dense, count - dense)
 
@@ -215,21 +222,23 @@ class Decoder(nnx.Module):
 
         def attention(x, weights, of_layer, shared):
             (x, sums), (number, window, cache) = x, of_layer
-            block = nnx.merge(graph, weights)
+            block = nnx.merge(graph, unread | weights)
             x, cache = block.add_attention(x, shared[0], layer_keys(number, shared), window, cache)
             return (x, sums), cache
 
         def mlp(x, weights, of_layer, shared):
             (x, sums), number = x, of_layer[0]
-            x, own = nnx.merge(graph, weights).add_mlp(x, shared[0], layer_keys(number, shared))
+            x, own = nnx.merge(graph, unread | weights).add_mlp(x, shared[0], layer_keys(number, shared))
             return (x, sums if own is None else _add_layer(sums, own, number - first)), None
 
-        block_places = places(variables, layout, self.dtype)
+        def part(function, reads):
+            return stack.Part(function, tuple(key for key in reads if key in unread))
+
         order = first + layout.layer_order(count)
         numbers = jnp.asarray(order)[index(layout, "pipeline")]
         blocks = stack.Stack(
-            {"attention": attention, "mlp": mlp},
-            block_places,
+            (part(attention, Block.ATTENTION), part(mlp, Block.MLP)),
+            places(variables, layout, self.dtype),
             self.after()[1] if name_of == "blocks" else {},
             order.shape[1] // layout.virtual_stages,
             self.remat,
@@ -291,16 +300,6 @@ def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, le
     """A cache of `length` positions for `batch` rows, stacked over layers, with one device's heads."""
     shape = (model.num_layers, batch, length, layout.heads.compute_kv_heads // layout.size("tensor"), model.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.int32))
-
-
-def dimension_names(decoder: Decoder) -> dict:
-    """Nested dict like the weights': the names of each weight's dimensions, stacked blocks with "layers" in front."""
-
-    def names(path, variable):
-        dims = variable.get_metadata()["dims"]
-        return ("layers", *dims) if path[0] in STACKS else dims
-
-    return nnx.to_pure_dict(nnx.map_state(names, nnx.state(decoder, nnx.Param)))
 
 
 def weight_places(decoder: Decoder, layout: Layout, dtype: Any) -> dict:

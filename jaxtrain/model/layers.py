@@ -40,9 +40,12 @@ def weight(
     return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs, row=row, used_in=dtype)
 
 
-def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False) -> nnx.Param:
-    """A float32 norm scale or bias of constant value. `split_inputs`: as in `weights.Place`."""
-    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims, split_inputs=split_inputs)
+def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False, counted: bool = True) -> nnx.Param:
+    """A float32 norm scale or bias of constant value.
+
+    split_inputs: see `weights.Place`. counted: see `inventory.Parameter`.
+    """
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims, split_inputs=split_inputs, counted=counted)
 
 
 class Linear(nnx.Module):

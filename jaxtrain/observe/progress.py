@@ -18,6 +18,8 @@ from rich.progress import Progress as RichProgress
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_STEPS = 3  # whose times tell nothing: devices are still being set up, caches filled
+MEASURED_STEPS = 5  # before there is an estimate of the time left
 _NOISY = {
     "jax": logging.WARNING,
     "flax": logging.WARNING,
@@ -87,15 +89,23 @@ class Progress:
       log_every_steps: a line for each multiple of it, and for the first and last step.
       bar: `observe.progress_bar`; without a terminal there are lines all the same.
       enabled: False on processes other than 0: shows nothing.
+      peak_of: the dtype whose peak MFU is a share of, where that needs saying.
     """
 
     def __init__(
-        self, num_steps: int, start_step: int = 0, log_every_steps: int = 10, *, bar: bool = True, enabled: bool = True
+        self,
+        num_steps: int,
+        start_step: int = 0,
+        log_every_steps: int = 10,
+        *,
+        bar: bool = True,
+        enabled: bool = True,
+        peak_of: str = "",
     ):
         self._num_steps, self._start_step, self._log_every_steps = num_steps, start_step, log_every_steps
-        self._enabled = enabled
-        # Step and time of the first update: what came before, compilation, tells nothing about speed.
-        self._first: tuple[int, float] | None = None
+        self._enabled, self._mfu_of = enabled, f" of {peak_of}" * bool(peak_of)
+        self._updates, self._last = 0, 0.0  # how many, and the time of the newest
+        self._steps, self._seconds, self._longest = 0, 0.0, 0.0  # measured, and the longest time between two updates
         self._rich = None
         if enabled and bar and _console.is_terminal:
             self._rich = RichProgress(
@@ -120,14 +130,17 @@ class Progress:
         if not self._enabled:
             return
         now = time.monotonic()
-        self._first = self._first or (steps_done, now)
-        due = steps_done % self._log_every_steps == 0 or steps_done in (self._first[0], self._num_steps)
+        if self._updates >= WARM_UP_STEPS:
+            self._steps, self._seconds = self._steps + 1, self._seconds + now - self._last
+            self._longest = max(self._longest, now - self._last)
+        self._updates, self._last = self._updates + 1, now
+        due = steps_done % self._log_every_steps == 0 or self._updates == 1 or steps_done == self._num_steps
         if self._rich:
             self._rich.update(self._task, completed=steps_done)
             if metrics is not None:
-                self._rich.update(self._task, status=" · ".join(self._short(steps_done, metrics, now)))
+                self._rich.update(self._task, status=" · ".join(self._short(steps_done, metrics)))
         elif due and metrics is not None:
-            logger.info(" · ".join(self._line(steps_done, metrics, now)))
+            logger.info(" · ".join(self._line(steps_done, metrics)))
 
     def __enter__(self) -> Progress:
         if self._rich:
@@ -138,20 +151,20 @@ class Progress:
         if self._rich:
             self._rich.stop()
 
-    def _eta(self, steps_done: int, now: float) -> str:
-        step, then = self._first
-        if steps_done == step:
+    def _eta(self, steps_done: int) -> str:
+        """Time left by the mean of the steps so far, without the longest: the first evaluation compiles, for one."""
+        if self._steps < MEASURED_STEPS:
             return "n/a"
-        return duration((now - then) / (steps_done - step) * (self._num_steps - steps_done))
+        return duration((self._seconds - self._longest) / (self._steps - 1) * (self._num_steps - steps_done))
 
-    def _short(self, steps_done: int, metrics: Mapping[str, Any], now: float) -> list[str]:
+    def _short(self, steps_done: int, metrics: Mapping[str, Any]) -> list[str]:
         parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else []
         if "tokens_per_s" in metrics:
-            parts += [f"{quantity(metrics['tokens_per_s'])} tok/s", f"MFU {percent(metrics.get('mfu'))}"]
-        return [*parts, f"eta {self._eta(steps_done, now)}"]
+            parts += [f"{quantity(metrics['tokens_per_s'])} tok/s", f"MFU {percent(metrics.get('mfu'))}{self._mfu_of}"]
+        return [*parts, f"eta {self._eta(steps_done)}"]
 
-    def _line(self, steps_done: int, metrics: Mapping[str, Any], now: float) -> list[str]:
-        *parts, eta = self._short(steps_done, metrics, now)
+    def _line(self, steps_done: int, metrics: Mapping[str, Any]) -> list[str]:
+        *parts, eta = self._short(steps_done, metrics)
         if "learning_rate" in metrics:
             parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "grad_norm" in metrics:

@@ -9,14 +9,17 @@ scan and to the compiler:
 - Weights that are used after the blocks (final norm, head) come along: they are fetched and their gradients reduced
   beside the last block, which stands outside the loop where anything is sent.
 - In the backward, gradients are added to the sums over microbatches in place, so that no second set of them exists.
-- A block has parts (attention, MLP). While the backward of one computes, the gradients of the part before it are on their
-  way; those of a block's first part go with the next block. The compiler by itself sends all of it at the end of a block,
-  where little is left to compute: barriers tie what is sent to what it is sent beside.
+- A block has parts (attention, MLP), which name the weights they read. A weight that several parts read gets the sum of their
+  gradients, which is sent once; one that no part reads stops the build.
+- While the backward of one part computes, the gradients of the part before it are on their way; those of a block's first part
+  go with the next block. The compiler by itself sends all of it at the end of a block, where little is left to compute:
+  barriers tie what is sent to what it is sent beside.
 - What a block keeps for its backward is up to `jaxtrain.memory`; its weights are never among it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -27,17 +30,34 @@ import jax.numpy as jnp
 
 from jaxtrain.parallel.activation_buffer import Stash
 from jaxtrain.parallel.parameters import Pair, Weight, fetch, is_stored
+from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.remat.policy import Remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a block, and the weights it reads.
+
+    Attributes:
+      function: `(x, weights, of_layer, shared) -> (x, out)` of one layer: weights a dict of those it reads, `of_layer` what
+        differs between layers beside weights, `shared` what does not.
+      reads: outermost keys of the weights that `function` gets. It gets no others: their gradients would be lost.
+    """
+
+    function: Callable
+    reads: tuple[str, ...]
+
+    def __call__(self, x: Any, weights: Any, of_layer: Any, shared: Any) -> tuple[Any, Any]:
+        """`function` of all weights of a block."""
+        return self.function(x, {key: weights[key] for key in self.reads}, of_layer, shared)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """What is fixed about the blocks.
+    """What is fixed about the blocks. Raises ValueError unless every weight is read by a part, and exists.
 
     Attributes:
-      parts: name -> `(x, weights, of_layer, shared) -> (x, out)` of one layer, in order: weights a nested dict of `Weight`s, x
-        and the new x alike, `of_layer` what differs between layers beside weights, `shared` what does not. A weight belongs to
-        the part whose name its outermost key begins with. `out` may be None, but for the first part.
+      parts: in order; what the last one makes of x is like what the first one takes. The first one's `out` may not be None.
       places, after: nested dicts of `weights.Place`s like the weights of the blocks and those used after them.
       count: layers.
       remat: what blocks keep for the backward.
@@ -46,7 +66,7 @@ class Stack:
       later: None, or what x is like and the length T of rows: gradients of matrices are then left as `weights.Pair`s.
     """
 
-    parts: dict[str, Callable]
+    parts: tuple[Part, ...]
     places: Any
     after: Any
     count: int
@@ -54,6 +74,21 @@ class Stack:
     prefetch: str
     first: Any = 0
     later: tuple[jax.ShapeDtypeStruct, int] | None = None
+
+    def __post_init__(self):
+        read = {key for part in self.parts for key in part.reads}
+        unread = {key: tree for key, tree in self.places.items() if key not in read}
+        if unread:
+            names = [".".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(unread)]
+            raise ValueError(f"no part of a block reads {', '.join(names)}: add {', '.join(unread)} to the `reads` of one")
+        if unknown := read - set(self.places):
+            raise ValueError(f"parts of a block read {', '.join(sorted(unknown))}, which are no weights of it")
+
+    @property
+    def pairs(self) -> Any:
+        """Nested dict of bool like the weights: whether a gradient can be left as a `Pair`. Several of them make no pair."""
+        readers = collections.Counter(key for part in self.parts for key in part.reads)
+        return {key: jax.tree.map(lambda p, n=readers[key]: p.matrix and n == 1, tree) for key, tree in self.places.items()}
 
     def ahead(self, direction: str, stored: Any) -> bool:
         """Whether weights are fetched a block ahead. Only what must be sent is worth it."""
@@ -71,12 +106,13 @@ class Stack:
         """Nested dict of `Weight`s of a layer; the nearest layer for a number beyond the ends."""
         number = jnp.clip(number, 0, self.count - 1)
 
-        def one(stored, place):
-            weight = place.fetch(dataclasses.replace(stored, value=self.of(stored.value, number)))
-            return place.pair(weight, *self.later) if self.later and place.matrix else weight
+        def one(stored, place, pair):
+            with jax.named_scope(WEIGHTS):
+                value = self.of(stored.value, number)
+            weight = place.fetch(dataclasses.replace(stored, value=value))
+            return place.pair(weight, *self.later) if self.later and pair else weight
 
-        with jax.named_scope("fetch"):
-            return jax.tree.map(one, stored, self.places, is_leaf=is_stored)
+        return jax.tree.map(one, stored, self.places, self.pairs, is_leaf=is_stored)
 
     def loops(self, stored: Any, every: int) -> int:
         """How many groups of `every` blocks run in the loop: all, or all but the last where something is sent."""
@@ -107,7 +143,7 @@ class Stack:
 
     def block(self, x: Any, weights: Any, of_layer: Any, shared: Any) -> tuple[Any, Any]:
         """All parts; what the first gives out."""
-        first, *others = self.parts.values()
+        first, *others = self.parts
         x, out = first(x, weights, of_layer, shared)
         for part in others:
             x, _ = part(x, weights, of_layer, shared)
@@ -119,12 +155,12 @@ class Stack:
         def one(gradient, sums, stored, place):
             earlier = stored.earlier
             if earlier is not None:
-                earlier = self.of(sums if earlier.shape == sums.shape else earlier, number)
+                with jax.named_scope(WEIGHTS):
+                    earlier = self.of(sums if earlier.shape == sums.shape else earlier, number)
             return place.give(gradient, earlier, stored.last)
 
         trees = (_like(tree, gradients) for tree in (sums, stored, self.places))
-        with jax.named_scope("give"):
-            return jax.tree.map(one, gradients, *trees)
+        return jax.tree.map(one, gradients, *trees)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -245,19 +281,18 @@ def backward_of_inputs(
     """
     kept, last, taken = _taken(kept)
     every = stack.remat.every
-    matrices = jax.tree.map(lambda place: place.matrix, stack.places)
 
     def blocks(carry, xs):
         (dx, sums, room), (group, kept), pairs = carry, xs, []
         kept = kept if isinstance(group, int) else taken(group, kept)
         for turn in reversed(range(every)):
-            number, found = group * every + turn, {}
+            number, found, held = group * every + turn, {}, {}
             mine = stack.fetch(stored, number)
             for pull in kept[turn].pulls(stack, turn, mine, stack.layer(of_layers, number), shared):
-                dx, gradients = pull(dx)
+                dx, gradients, held = pull(dx, held)
                 found |= gradients
-            sums = stack.put_all(sums, stack.sums(_only(found, matrices, False), sums, stored, number), number)
-            pairs.append(_only(found, matrices, True))
+            sums = stack.put_all(sums, stack.sums(_only(found, stack.pairs, False), sums, stored, number), number)
+            pairs.append(_only(found, stack.pairs, True))
         if stash:
             room, pairs = stash.put(room, pairs, None if isinstance(group, int) else group), None
         return (dx, sums, room), pairs
@@ -320,9 +355,9 @@ def _pull(stack, dx, kept, stored, loops, of_layers, shared, weights=None, besid
             number = group * every + turn
             mine = weights if ahead else stack.fetch(stored, number)
             weights = stack.fetch(stored, number - 1) if ahead else None
-            sent, given = stack.sums(waiting, sums, stored, number + 1), number + 1
+            sent, given, held = stack.sums(waiting, sums, stored, number + 1), number + 1, {}
             for pull in kept[turn].pulls(stack, turn, mine, stack.layer(of_layers, number), shared):
-                dx, waiting = pull(dx)
+                dx, waiting, held = pull(dx, held)
                 dx, waiting, weights, sent = tied((dx, waiting, weights, sent))
                 sums = stack.put_all(sums, sent, given)
                 sent, given = stack.sums(waiting, sums, stored, number), number
@@ -364,22 +399,29 @@ class _Kept:
     rebuild: list[Callable] | None = dataclasses.field(metadata={"static": True})
 
     def pulls(self, stack, turn, *again):
-        """The backwards of its parts, last part first: cotangent of x -> (that of the part's x, the part's gradients)."""
+        """The backwards of its parts, last part first.
+
+        Each takes the cotangent of the part's result and what was held back so far, and gives the cotangent of its x, the
+        gradients that are complete, and those held back for a part before it that reads the same weights.
+        """
         if self.rebuild is None:
             x, pulls = stack.remat.from_host(self.arrays[0]), []
-            for part in stack.parts.values():
+            for part in stack.parts:
                 x, pull = jax.vjp(_first(part), x, *again)
                 pulls.append(pull)
         else:
             pulls = [rebuild(arrays, again) for rebuild, arrays in zip(self.rebuild, self.arrays, strict=True)]
 
-        def gradients(name, pull, dx):
-            found = pull(dx)
-            own = {key: tree for key, tree in found[1].items() if key.startswith(name)}
-            return found[0], jax.tree.map(lambda w: w.slot, own, is_leaf=_is_weight)
+        def gradients(number, dx, held):
+            dx, weights, *_ = pulls[number](dx)
+            own = {key: weights[key] for key in stack.parts[number].reads}
+            own = jax.tree.map(lambda w: w.slot, own, is_leaf=_is_weight)
+            own |= {key: jax.tree.map(jnp.add, own[key], held[key]) for key in own if key in held}
+            waits = {key for part in stack.parts[:number] for key in part.reads if key in own}
+            held = {key: tree for key, tree in held.items() if key not in own} | {key: own.pop(key) for key in waits}
+            return dx, own, held
 
-        named = zip(stack.parts, pulls, strict=True)
-        return [functools.partial(gradients, name, pull) for name, pull in reversed(list(named))]
+        return [functools.partial(gradients, number) for number in reversed(range(len(stack.parts)))]
 
 
 def _keep(stack, turn, x, *again):
@@ -387,7 +429,7 @@ def _keep(stack, turn, x, *again):
     if stack.remat.recomputes_all(turn):
         return stack.block(x, *again)[0], _Kept([stack.remat.to_host(x)], None)
     arrays, rebuild = [], []
-    for part in stack.parts.values():
+    for part in stack.parts:
         x, residuals, one = _keep_part(stack.remat.apply(_first(part), turn), x, *again)
         arrays.append(residuals)
         rebuild.append(one)

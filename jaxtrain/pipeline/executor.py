@@ -31,7 +31,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Table, forward_only
 
 AXIS = "pipeline"
-EMBEDDING = ("embedder", "positions")  # weights of what comes before the blocks
+EMBEDDING, HEAD = ("embedder", "positions"), ("final_norm", "head")  # weights read before the blocks, and after them
 
 
 class Model(NamedTuple):
@@ -65,6 +65,8 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
     last_chunk, last, splits = table.virtual - 1, not layout.defers, bool(table.pair_slots)
 
     def gradients(weights, batch, facts):
+        if unread := set(weights) - {"blocks", *EMBEDDING, *HEAD}:
+            raise ValueError(f"neither embedding, blocks nor head read {', '.join(sorted(unread))}: its gradient would be lost")
         stage = index(layout, AXIS)
         weights, ready = _fetched(model.places, weights)
         zeros = model.slots(last)
@@ -112,7 +114,7 @@ def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Cal
             (dx, found), losses = jax.grad(objective, argnums=(0, 1), has_aux=True)(x, zeros)
             # What the head adds to a tied table comes without its earlier sums, which the lookup adds.
             tied = {} if "head" in sums else {"embedder": jax.tree.map(jnp.add, sums["embedder"], found["embedder"])}
-            return losses, dx, {**sums, **{name: found[name] for name in ("final_norm", "head") if name in sums}, **tied}
+            return losses, dx, {**sums, **{name: found[name] for name in HEAD if name in sums}, **tied}
 
         def round(carry, row):
             arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses = carry

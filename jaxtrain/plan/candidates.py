@@ -17,12 +17,14 @@ from jaxtrain.config import ConfigError
 from jaxtrain.config.settings import SETTINGS
 from jaxtrain.config.validate import problems
 from jaxtrain.hardware import flops
+from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.plan import closed_form, compile, roofline
 from jaxtrain.plan.advice import Change
 from jaxtrain.plan.roofline import RATES
 from jaxtrain.remat.activations import KEPT
+from jaxtrain.train.optimizer import STATE_NAMES
 
 POLICIES = ("dots", "mlp", "full")
 ROWS_PER_DEVICE = (1, 2, 4, 8)  # of a microbatch
@@ -112,7 +114,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     """
     m, tokens = config.model, config.data.global_batch_rows * config.data.seq_len_tokens
     attention = flops.attention_flops(m, tokens, config.data.seq_len_tokens)
-    products = flops.step_flops(m, tokens, config.data.seq_len_tokens) - attention
+    products = flops.step_flops(inventory.of_model(m), tokens, config.data.seq_len_tokens) - attention
     parameters, share = recomputed(config)
     peak = topology.gpu.bf16_flops * topology.size
     compute = (products + 2 * parameters * tokens) / (RATES.product * peak)
@@ -130,7 +132,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
         hidden += (1 - exposed) * on_wire
     host = RATES.host * topology.gpu.host_bytes_per_s
     copied = 2 * closed.host.get("activations", 0) * config.train.accumulation_steps / host
-    state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in ("adam_m", "adam_v"))) / host
+    state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in STATE_NAMES)) / host
     return max(compute, hidden, copied) + waited + state
 
 

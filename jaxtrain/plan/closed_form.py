@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import ml_collections
-import numpy as np
 
+from jaxtrain.model import inventory
+from jaxtrain.model.inventory import Inventory
 from jaxtrain.model.moe.balance import needs_counts as counts_first
 from jaxtrain.model.moe.dispatch import sizes
 from jaxtrain.model.moe.router import capacity
@@ -26,6 +27,7 @@ from jaxtrain.parallel.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims,
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.remat.activations import KEPT
 from jaxtrain.train import optimizer as optimizers
+from jaxtrain.train.optimizer import STATE_NAMES
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
@@ -57,7 +59,7 @@ class ClosedForm:
     @property
     def state(self) -> int:
         """Master weights and optimizer state: what stays between steps."""
-        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", "adam_m", "adam_v", "optimizer"))
+        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", *STATE_NAMES, "optimizer"))
 
     def axis_bytes(self) -> dict[str, int]:
         """Bytes sent per step by mesh axis."""
@@ -94,91 +96,6 @@ def korthikanti(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: b
     return s * b * h * (10 + (24 + scores) / t)
 
 
-def leaves(model: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
-    """Every weight of the model as (dotted name, shape with the layers, names of its dimensions), in order of names."""
-    m = model
-    d, f = m.embed_dim, m.mlp_dim
-    dense = m.dense_first_layers if m.num_experts else 0
-    vocab = -(-m.vocab_size // m.vocab_pad_multiple) * m.vocab_pad_multiple
-    found: list[tuple[str, tuple[int, ...], Dims]] = []
-
-    def some(stack, layers):
-        return lambda name, shape, dims: found.append((f"{stack}.{name}", (layers, *shape), ("layers", *dims)))
-
-    def norm(add, name, width):
-        add(f"{name}.scale", (width,), ("vector",))
-        if m.norm == "layernorm":
-            add(f"{name}.bias", (width,), ("vector",))
-
-    for block in (some("blocks", m.num_layers - dense), *([some("dense_blocks", dense)] if dense else [])):
-        for leaf in _attention_leaves(m):
-            block(*leaf)
-        for name in ("attention_norm", "mlp_norm", *(("attention_post_norm", "mlp_post_norm") if m.post_norms else ())):
-            norm(block, name, d)
-
-    def mlp(block, prefix, width):
-        for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
-            block(f"{prefix}.{name}.kernel", (d, width), ("embed", "mlp"))
-            if m.mlp_bias:
-                block(f"{prefix}.{name}.bias", *(((d,), ("vector",)) if name == "down" else ((width,), ("mlp",))))
-
-    if not m.num_experts:
-        mlp(some("blocks", m.num_layers), "mlp", f)
-    else:
-        block = some("blocks", m.num_layers - dense)
-        for name in ("gate", "up", "down") if _gated(m) else ("up", "down"):
-            block(f"mlp.experts.{name}.kernel", (m.num_experts, d, m.expert_mlp_dim), ("experts", "expert_embed", "mlp"))
-        block("mlp.router.kernel", (d, m.num_experts), ("embed", "routes"))
-        if m.router_bias:
-            block("mlp.router.bias", (m.num_experts,), ("routes",))
-        if m.num_shared_experts:
-            mlp(block, "mlp.shared", m.num_shared_experts * m.expert_mlp_dim)
-        if dense:
-            mlp(some("dense_blocks", dense), "mlp", f)
-    norm(lambda *leaf: found.append(leaf), "final_norm", d)
-    found.append(("embedder.table", (vocab, d), ("vocab", "embed" if m.tie_embeddings else "lookup")))
-    if not m.tie_embeddings:
-        found.append(("head.kernel", (d, vocab), ("embed", "vocab")))
-    if m.position == "learned":
-        found.append(("positions.table", (m.max_len_tokens, d), ("position", "embed")))
-    return sorted(found)
-
-
-def _attention_leaves(m: Any) -> list[tuple[str, tuple[int, ...], Dims]]:
-    """(name, shape, dimension names) of the attention weights of a block."""
-    d, n, k, h = m.embed_dim, m.num_heads, m.num_kv_heads, m.head_dim
-    found: list[tuple[str, tuple[int, ...], Dims]] = []
-
-    def add(name, shape, dims):
-        found.append((f"attention.{name}", shape, dims))
-
-    def latent(name, rank):
-        add(f"{name}_down.kernel", (d, rank), ("embed", "latent_out"))
-        add(f"{name}_norm.scale", (rank,), ("vector",))
-
-    add("out.kernel", (d, n, m.v_head_dim if m.attention == "mla" else h), ("embed", "heads", "head_dim"))
-    if m.attention_out_bias:
-        add("out.bias", (d,), ("vector",))
-    if m.attention == "mla":
-        if m.q_lora_rank:
-            latent("query", m.q_lora_rank)
-        first = ("latent", m.q_lora_rank) if m.q_lora_rank else ("embed", d)
-        add("query.kernel", (first[1], n, h), (first[0], "heads", "head_dim"))
-        latent("key_value", m.kv_lora_rank)
-        add("rotated_key.kernel", (d, m.qk_rope_head_dim), ("embed", "latent_out"))
-        for name, width in (("key", h - m.qk_rope_head_dim), ("value", m.v_head_dim)):
-            add(f"{name}.kernel", (m.kv_lora_rank, n, width), ("latent", "heads", "head_dim"))
-        return found
-    for name, heads, dim in (("query", n, "heads"), ("key", k, "kv_heads"), ("value", k, "kv_heads")):
-        add(f"{name}.kernel", (d, heads, h), ("embed", dim, "head_dim"))
-        if m.qkv_bias:
-            add(f"{name}.bias", (heads, h), (dim, "head_dim"))
-    if m.qk_norm:
-        for name in ("query_norm", "key_norm"):
-            add(f"{name}.scale", (h,), ("vector",))
-    return found
-
-
 def layout_of(config: ml_collections.ConfigDict, devices: int) -> Layout:
     """The layout of a config on so many devices of no kind. Raises ConfigError when the mesh does not divide them."""
     sizes = mesh_sizes(config, devices)
@@ -210,28 +127,21 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
 def _optimizer_state(config, layout, shapes) -> dict[str, int]:
     """Bytes of the optimizer's state and of the counters on one device."""
     rows = {"optimizer": COUNTERS}
-    for row, shape, itemsize, dims in _optimizer_arrays(tuple(shapes.leaves), config.optimizer.to_json()):
+    for row, shape, itemsize, dims in _optimizer_arrays(shapes.inventory, config.optimizer.to_json()):
         rows[row] = rows.get(row, 0) + math.prod(layout.local_shape(dims, "optimizer", shape)) * itemsize
     return rows
 
 
 @functools.lru_cache(maxsize=16)
-def _optimizer_arrays(weights, settings: str) -> list[tuple[str, tuple[int, ...], int, Dims]]:
+def _optimizer_arrays(parameters: Inventory, settings: str) -> list[tuple[str, tuple[int, ...], int, Dims]]:
     """(row, shape, bytes per element, names of dimensions) of each array of the real optimizer's state."""
-    abstract: dict = {}
-    names: dict = {}
-    for name, shape, dims in weights:
-        *path, last = name.split(".")
-        at, named = abstract, names
-        for key in path:
-            at, named = at.setdefault(key, {}), named.setdefault(key, {})
-        at[last], named[last] = jax.ShapeDtypeStruct(shape, np.float32), dims
-    optimizer = optimizers.make(ml_collections.ConfigDict({"optimizer": json.loads(settings)}), names)
+    abstract, names = parameters.tree("abstract"), parameters.tree("dims")
+    config = ml_collections.ConfigDict({"optimizer": json.loads(settings)})
+    optimizer = optimizers.make(config, names)
     found: list = []
 
     def note(path, leaf, dims):
-        keys = jax.tree_util.keystr(path)
-        row = "adam_m" if ".mu" in keys else "adam_v" if ".nu" in keys else "optimizer"
+        row = optimizers.state_name(config.optimizer.name, jax.tree_util.keystr(path)) or "optimizer"
         found.append((row, leaf.shape, leaf.dtype.itemsize, dims))
 
     state = jax.eval_shape(optimizer.init, abstract)
@@ -245,7 +155,7 @@ def _offloaded(config, rows, activations) -> dict[str, int]:
     if "master" in offload:
         host["master"] = rows.pop("master")
     if "moments" in offload:
-        host |= {row: rows.pop(row) for row in ("adam_m", "adam_v") if row in rows}
+        host |= {row: rows.pop(row) for row in STATE_NAMES if row in rows}
     if kept := sum(size for name, size in activations.items() if name in offload):
         rows["activations"] -= kept
         host["activations"] = kept
@@ -320,7 +230,8 @@ class _Shapes:
 
     def __init__(self, config: ml_collections.ConfigDict, layout: Layout):
         m, self.layout = config.model, layout
-        self.leaves = leaves(m)
+        self.inventory = inventory.of_model(m)
+        self.parameters = self.inventory.parameters
         self.word = 2 if config.precision.compute_dtype == "bfloat16" else 4
         tensor = layout.size("tensor")
         self.rows = config.data.global_batch_rows // config.train.accumulation_steps // layout.size("data", "fsdp", "expert")
@@ -339,14 +250,12 @@ class _Shapes:
 
     def elements(self, placement: str, matrices: bool = False) -> int:
         """Elements of all weights on one device; `matrices`: without scales and biases."""
-        return sum(self.size(shape, dims, placement) for name, shape, dims in self.leaves if not matrices or _is_matrix(name))
+        return sum(self.size(p.shape, p.dims, placement) for p in self.parameters if p.matrix or not matrices)
 
     def block_elements(self, placement: str) -> int:
         """Elements of the matrices of one block."""
         return sum(
-            self.size(shape[1:], dims[1:], placement)
-            for name, shape, dims in self.leaves
-            if name.startswith("blocks.") and _is_matrix(name)
+            self.size(p.shape[1:], p.dims[1:], placement) for p in self.parameters if p.name.startswith("blocks.") and p.matrix
         )
 
     def size(self, shape, dims, placement) -> int:
@@ -373,7 +282,8 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
 
     b, s = shapes.rows, shapes.length
     residual = shapes.word * b * s * m.embed_dim
-    for name, shape, dims in shapes.leaves:
+    for p in shapes.parameters:
+        name, shape, dims = p.name, p.shape, p.dims
         whole = shapes.size(shape, dims, "whole")
         zero = layout.zero_axes(dims)
         sharers = layout.size(*zero)
@@ -382,7 +292,7 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         # The table itself does not travel where it is sharded: ids, rows and their gradients do.
         travels = name == "embedder.table" and (stage == 3 or (stage and not m.tie_embeddings))
         head = name == "head.kernel" or (name == "embedder.table" and m.tie_embeddings)
-        split = stage > 0 and _is_matrix(name)
+        split = stage > 0 and p.matrix
         if travels:
             add(state, "token ids", 4 * b * s * sharers, 2 * count)
             add(state, "embedding rows", residual, 2 * count)
@@ -447,11 +357,6 @@ def _context_traffic(config, layout, shapes) -> dict[str, float]:
         "sums of their gradients around the ring": keys * 4 * context.ring if hops else 0,
         "heads exchanged for positions": heads * (2 + again),
     }
-
-
-@functools.cache
-def _is_matrix(name: str) -> bool:
-    return name.rpartition(".")[2] in ("kernel", "table")
 
 
 def _gated(m: Any) -> bool:

@@ -78,7 +78,7 @@ def show(columns: list[Column], console: Console) -> None:
             f"{1e3 * plan.timeline.step_s:.0f}",
             f"{1e3 * plan.timeline.exposed_s:.1f}",
             quantity(plan.tokens_per_s),
-            percent(plan.mfu),
+            percent(plan.mfu) + (" fp8" if plan.mfu_of else ""),
             plan.verdict,
         )
     console.print(table)

@@ -197,7 +197,7 @@ def _time(plan: Plan, console: Console) -> None:
         f"\nTime, predicted to within about {100 * ERROR_BAND:.0f}% (not measured: shares of data-sheet peaks)", style="bold"
     )
     console.print(
-        f"  step {1e3 * t.step_s:.0f} ms · {quantity(plan.tokens_per_s)} tokens/s · MFU {percent(plan.mfu)} · "
+        f"  step {1e3 * t.step_s:.0f} ms · {quantity(plan.tokens_per_s)} tokens/s · MFU {percent(plan.mfu)}{plan.mfu_of} · "
         f"{100 * plan.recomputed_flops:.0f}% more FLOPs than the model's\n"
         f"  products {1e3 * t.product_s:.0f} ms · attention {1e3 * t.attention_s:.0f} ms · memory-bound "
         f"{1e3 * t.memory_s:.0f} ms · exposed communication {1e3 * t.exposed_s:.1f} ms of {1e3 * t.communication_s:.0f} ms"

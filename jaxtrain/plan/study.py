@@ -13,6 +13,7 @@ import ml_collections
 
 from jaxtrain.hardware import flops
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.model import inventory
 from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Table
@@ -88,7 +89,13 @@ class Plan:
     def mfu(self) -> float | None:
         if not self.timeline:
             return None
-        return self.model_flops / (self.timeline.step_s * self.topology.size * self.gpu.bf16_flops)
+        fp8 = self.mfu_of and self.gpu.fp8_flops
+        return self.model_flops / (self.timeline.step_s * self.topology.size * (fp8 or self.gpu.bf16_flops))
+
+    @property
+    def mfu_of(self) -> str:
+        """What a table adds to "MFU": of which peak, where that is not bfloat16's."""
+        return " of the fp8 peak" if self.settings["precision.products"] == "fp8" else ""
 
     @property
     def recomputed_flops(self) -> float | None:
@@ -180,12 +187,13 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
             "data.seq_len_tokens": config.data.seq_len_tokens,
             **{f"overlap.{key}": value for key, value in config.overlap.items()},
             "precision.compute_dtype": config.precision.compute_dtype,
+            "precision.products": config.precision.products,
             "precision.reduce_dtype": config.precision.reduce_dtype,
         },
         "schedule": pipeline_schedule.of(config, layout.size("pipeline")),
-        "parameters": sum(math.prod(shape) for _, shape, _ in closed_form.leaves(config.model)),
+        "parameters": sum(math.prod(p.shape) for p in inventory.of_model(config.model).parameters),
         "tokens": tokens,
-        "model_flops": flops.step_flops(config.model, tokens, config.data.seq_len_tokens),
+        "model_flops": flops.step_flops(inventory.of_model(config.model), tokens, config.data.seq_len_tokens),
         "versions": {"jax": jax.__version__},
     }
 

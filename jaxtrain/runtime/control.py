@@ -8,6 +8,7 @@ collective, it would not come back. `gather`, `agree` and `meet` are called by e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from jaxtrain.runtime.cluster import Processes
 
 _OF_CONNECTIONS = ("gloo", "Gloo", "NCCL", "onnection", "UNAVAILABLE", "DEADLINE", "coordination")
 on_stop: tuple[Callable, Callable] | None = None  # what to do when a process asks for a stop: see `jaxtrain.runtime.stop`
+at_end: list[Callable[[], None]] = []  # what `end` does first: it skips everything else that Python would do
 current: Channel | None = None  # None: this process is alone
 
 
@@ -92,6 +94,9 @@ def await_verdict(error: Exception) -> None:
 
 def end(code: int) -> None:
     """Ends this process now, from any thread, with its child processes and without waiting for anybody."""
+    for clean_up in at_end:
+        with contextlib.suppress(Exception):
+            clean_up()
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -8,6 +8,7 @@ read after step k + 1 has been launched, so the devices never wait for the host.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 import pathlib
@@ -20,9 +21,11 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
-from jaxtrain.data.loader import Corpus, eval_batches, load_corpus, train_batches
+from jaxtrain.data.corpus import Corpus, load_corpus
+from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
@@ -33,7 +36,7 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import control, machine, startup, stop
-from jaxtrain.train.evaluation import evaluate
+from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 from jaxtrain.train.state import TrainState
@@ -51,12 +54,19 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
-    startup.initialize(config)
-    setup_logging(jax.process_index())
-    require_valid(config, jax.device_count())
-    _prepare(workdir)
-    corpus = load_corpus(config)
-    control.agree({"--workdir": str(workdir.resolve()), "data.paths (fingerprint of their text)": corpus.fingerprint})
+    with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+        control.at_end.append(lock.release)
+        startup.initialize(config)
+        setup_logging(jax.process_index())
+        require_valid(config, jax.device_count())
+        return _train(config, workdir, lock, started)
+
+
+def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
+    """`run` from where devices are there on, in a workdir that is this run's alone."""
+    corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
+    prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
+    control.agree({"--workdir": str(workdir.resolve())} | prints)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
     checkpoint = config.checkpoint
@@ -79,7 +89,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         if first_process:
             configs.save(resolved, workdir / "config.json")
         with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
-            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start)
+            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start, lock)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -99,17 +109,26 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int):
+    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int, lock):
         self.config, self.program, self.corpus = config, program, corpus
         self.checkpointer, self.writer, self.step_compiled, self.start = checkpointer, writer, step_compiled, start
+        self.lock = lock
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
-        self.flops_per_token = flops.step_flops(config.model, tokens, config.data.seq_len_tokens) / tokens
-        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
+        self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
+        fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
+        self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
+        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
         self.eval_step = control.compiled_together(program.eval_step)
+
+    @functools.cached_property
+    def eval_bytes(self) -> dict[str, int]:
+        """Bytes of text behind the targets of each held-out set, counted at the first evaluation."""
+        corpus = self.corpus
+        return {name: eval_bytes(self.config, packed, corpus.tokenizer) for name, packed in corpus.eval.items()}
 
     def train(self, state: TrainState) -> TrainState:
         """All steps that are left; evaluates and saves when due and at the end."""
@@ -121,9 +140,13 @@ class _Session:
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        observe = config.observe
         bar = Progress(
-            num_steps, self.start, config.train.log_every_steps, bar=observe.progress_bar, enabled=jax.process_index() == 0
+            num_steps,
+            self.start,
+            config.train.log_every_steps,
+            bar=config.observe.progress_bar,
+            enabled=jax.process_index() == 0,
+            peak_of="fp8" if self.product_dtype == "fp8" else "",
         )
         try:
             with bar:
@@ -147,6 +170,7 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     if save_now and not stop.stopped():
+                        self.lock.require_held()
                         self.checkpointer.save(step, state, self.facts)
                 if stop.stopped():
                     if pending:
@@ -163,6 +187,7 @@ class _Session:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
         if self.checkpointer.should_save(step, last=True) and step > self.start:
+            self.lock.require_held()
             self.checkpointer.save(step, state, self.facts)
         self.checkpointer.wait()
         raise stop.error(f"step {step} was the last", self.checkpointer.newest())
@@ -210,15 +235,16 @@ class _Session:
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Held-out loss of the weights after `step`."""
-        if self.corpus.eval is None:
-            return
-        batches = eval_batches(self.config, self.corpus, self.program.eval_rows())
-        found = evaluate(self.program, self.eval_step, state.params, stop.while_proceeding(batches))
-        if stop.stopped():
-            return
-        self.last_eval = found
+        sums = {}
+        for name, packed in self.corpus.eval.items():
+            batches = stop.while_proceeding(eval_batches(self.config, packed, self.program.eval_rows()))
+            sums[name] = evaluate(self.program, self.eval_step, state.params, batches, self.eval_bytes[name])
+            if stop.stopped():
+                return
+            which = f" of {name}" if len(self.corpus.eval) > 1 else ""
+            log.info("Step %d: %s", step, describe(sums[name], which))
+        self.last_eval = together(sums)
         if self.last_eval:
-            log.info("Step %d: held-out loss %.4f nats per token", step, self.last_eval["eval_loss"])
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
 
@@ -234,12 +260,16 @@ class _Session:
             "started_from_step": self.start,
             "final_loss": self.last_metrics.get("loss"),
             "final_eval_loss": self.last_eval.get("eval_loss"),
+            "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
+            "final_eval_bits_per_byte": self.last_eval.get("eval_bits_per_byte"),
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
+            "mfu_peak_dtype": self.product_dtype,
+            "mfu_peak_flops": self.peak_flops,
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
-            "parameters": sum(flops.parameter_count(self.config.model).values()),
+            "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
@@ -250,7 +280,7 @@ class _Session:
         """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
         if not self.config.model.num_experts:
             return {}
-        found = {"active_parameters": flops.active_count(self.config.model)}
+        found = {"active_parameters": self.program.inventory.active_count}
         if "expert_load" in self.last_metrics:
             found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
         return found
@@ -264,24 +294,13 @@ def peak_memory_bytes() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process 0, resident"
 
 
-def _prepare(workdir: pathlib.Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            probe = workdir / ".writable.tmp"
-            probe.write_text("")
-            probe.unlink()
-    except OSError as error:
-        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror or error}); choose another folder") from error
-
-
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    count = sum(flops.parameter_count(config.model).values())
     log.info("Machine: %s", machine.devices_summary())
-    active = f" ({flops.active_count(config.model):,} active)" if config.model.num_experts else ""
-    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", f"{count:,}", active, shown, config.sharding.zero_stage)
+    count = f"{program.inventory.count:,}"
+    active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
+    log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
 
@@ -295,8 +314,9 @@ def _compile_step(program: Program) -> tuple[Any, float]:
 
 def _facts(config, corpus: Corpus) -> dict[str, Any]:
     """What must not change between a checkpoint and its continuation: with it, batch and dropout of each step would."""
+    prints = corpus.fingerprints  # of one source as earlier versions wrote it
     return {
-        "data_fingerprint": corpus.fingerprint,
+        "data_fingerprint": prints if len(prints) > 1 else next(iter(prints.values())),
         "data.global_batch_rows": config.data.global_batch_rows,
         "data.seq_len_tokens": config.data.seq_len_tokens,
         "train.seed": config.train.seed,

@@ -18,9 +18,10 @@ from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.hardware import dtypes as precision
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.model import products
+from jaxtrain.model import inventory, products
 from jaxtrain.model.attention.dispatch import choose
-from jaxtrain.model.decoder import Decoder, dimension_names, weight_places
+from jaxtrain.model.decoder import Decoder, weight_places
+from jaxtrain.model.inventory import Inventory
 from jaxtrain.model.loss import LossSums
 from jaxtrain.model.moe import balance
 from jaxtrain.parallel import overlap
@@ -44,7 +45,7 @@ class Program:
     layout: Layout
     model: ml_collections.FrozenConfigDict
     dtype: Any  # of activations
-    dims: Any  # nested dict like the weights, of dimension names
+    inventory: Inventory  # all parameters
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_shape: tuple[int, int, int]  # [M, b, T]
     batch_sharding: NamedSharding  # of each array of a training batch
@@ -87,6 +88,11 @@ class Program:
     def eval_rows(self) -> np.ndarray:
         """[b] rows of an evaluation batch that this process must read."""
         return _local_rows(self.eval_batch_sharding, self.batch_shape[1:])
+
+    @property
+    def dims(self) -> dict:
+        """Nested dict like the weights, of dimension names."""
+        return self.inventory.tree("dims")
 
     @property
     def layer_order(self) -> list[int]:
@@ -154,7 +160,8 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, weights = nnx.split(abstract, nnx.Param)
-    dims, abstract_params = dimension_names(abstract), nnx.to_pure_dict(weights)
+    parameters, abstract_params = inventory.of_decoder(abstract), nnx.to_pure_dict(weights)
+    dims = parameters.tree("dims")
     merge = functools.partial(nnx.merge, graph)
     optimizer = optimizers.make(config, dims)
 
@@ -201,7 +208,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         layout=layout,
         model=model,
         dtype=dtype,
-        dims=dims,
+        inventory=parameters,
         abstract_state=abstract_state,
         batch_shape=(count, rows // count, length),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),

@@ -25,7 +25,7 @@ from jaxtrain.model.moe.router import Routes, capacity
 from jaxtrain.model.products import Product
 from jaxtrain.parallel.parameters import Weight
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.remat.policy import name, named
+from jaxtrain.remat.policy import named
 
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
 Settings = tuple[Sizes, str, Product]  # static: sizes, kind of MLP, product
@@ -59,7 +59,7 @@ class Experts(nnx.Module):
         linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
         weights = [linear.kernel.get_value() for linear in linears]
         with jax.named_scope("experts"):
-            found = name(plan(routes.experts.reshape(tokens, k), s), "routes")
+            found = named("routes", plan, routes.experts.reshape(tokens, k), s)
             y = _run((s, model.mlp, self.product), x.reshape(tokens, width), routes.weights.reshape(tokens, k), weights, found)
         return y.reshape(x.shape)
 
@@ -153,7 +153,7 @@ def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Block
     rows, gates = rows_of(x, r, s, of_token=True), rows_of(gates.reshape(-1), r, s, of_token=False)
     rows, counts = jax.lax.optimization_barrier((rows, counts))  # blocks are made while rows travel
     arrived = named("expert_in", lambda: (swap(rows, s), swap(gates, s)))
-    return *arrived, name(blocks_of(counts, number, s), "routes")
+    return *arrived, named("routes", blocks_of, counts, number, s)
 
 
 def _hidden(settings, weights, arrived) -> list[jax.Array]:
