@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from collections.abc import Callable, Sequence
 import ml_collections
 
 from jaxtrain import config as configs
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, values
 from jaxtrain.config.validate import problems
 from jaxtrain.errors import Stopped, UserError
 from jaxtrain.runtime import control
@@ -27,14 +29,29 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def load_config(
-    arguments: Sequence[str], parser: argparse.ArgumentParser
+    arguments: Sequence[str], parser: argparse.ArgumentParser, required: bool = True
 ) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
-    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags.
+    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags. Without
+    --config, where it is not `required`, the config is the default tree.
 
     Raises ConfigError with all problems at once, before jax is imported.
     """
-    parser.add_argument("--config", required=True, help="configuration file; FILE:ARG calls get_config('ARG')")
+    parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
+    overrides, unknown = split_overrides(rest)
+    if args.config == "":
+        unknown.insert(0, "--config=: is empty; name a configuration file")
+    try:
+        config = configs.load(args.config or "", overrides, problems)
+    except ConfigError as error:
+        raise ConfigError(unknown + error.problems) from None
+    if unknown:
+        raise ConfigError(unknown)
+    return config, args
+
+
+def split_overrides(rest: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Of arguments that a parser did not know: settings with the text of their values, and problems with the others."""
     overrides, unknown, position = [], [], 0
     while position < len(rest):
         key, equals, value = rest[position].partition("=")
@@ -48,13 +65,67 @@ def load_config(
         else:
             unknown.append(f"{key}: no value; write {key}=VALUE")
         position += 1
+    return overrides, unknown
+
+
+def require_ranges(*flags: tuple[str, float, float, float | None]) -> None:
+    """Raises ConfigError for flags out of range.
+
+    Args:
+      flags: name, value, lowest and highest value of each; None: the highest that is finite and, for an int, has 32 bits.
+    """
+    wrong = []
+    for name, value, low, high in flags:
+        most = (values.LARGEST_INT if isinstance(value, int) else sys.float_info.max) if high is None else high
+        if not low <= value <= most:
+            also = f" and at most {most}" if value > low else ""
+            wrong.append(f"{name}: must be at least {low}{also}, got {values.shown(value)}")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def folder(flag: str, text: str | os.PathLike) -> pathlib.Path:
+    """The path of a folder that a flag names, with ~ expanded; it need not exist. Raises ConfigError where it cannot be one."""
+    text, problem = os.fspath(text), ""
+    path = pathlib.Path(text)
+    if not text.strip() or "\0" in text:
+        problem = "contains a NUL character" if text.strip() else "is empty"
+    else:
+        try:
+            path = path.expanduser()
+            there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+            if not there.is_dir():
+                problem = f"{there} is not a folder"
+            else:
+                path.absolute().stat()
+        except (FileNotFoundError, PermissionError):
+            pass  # it will be made, or the attempt will say more
+        except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, half a character
+            problem = str(getattr(error, "strerror", "") or error)
+    if problem:
+        raise ConfigError([f"{flag}={text[:200]}: {problem.rstrip('.')}; name a folder"])
+    return path
+
+
+def writable(flag: str, text: str) -> pathlib.Path:
+    """The path of a file that a flag names, checked before the work whose result goes there; ~ is expanded.
+
+    Raises ConfigError where it cannot be a file, UserError where it cannot be written.
+    """
+    path = pathlib.Path(text)
+    if not path.name:
+        raise ConfigError([f"{flag}={text}: name a file"])
+    path = folder(flag, path.parent) / path.name
     try:
-        config = configs.load(args.config, overrides, problems)
-    except ConfigError as error:
-        raise ConfigError(unknown + error.problems) from None
-    if unknown:
-        raise ConfigError(unknown)
-    return config, args
+        made = not path.exists()
+        path.open("ab").close()
+        if made:
+            path.unlink()
+    except IsADirectoryError:
+        raise ConfigError([f"{flag}={text}: is a folder; name a file"]) from None
+    except OSError as error:
+        raise UserError(f"{flag}={text}: cannot be written: {error.strerror or error}") from error
+    return path
 
 
 def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None) -> None:

@@ -101,7 +101,7 @@ class Template:
         start, content = len(before), messages[number].get("content")
         content = content if isinstance(content, str) else ""
         begin = whole.find(content.strip(), start, len(until)) if content.strip() else start
-        if begin > start and (not number or before == self.render(messages[:number], tools)):
+        if whole[start:begin].strip() and (not number or before == self.render(messages[:number], tools)):
             start = begin  # the template has no prompt for generation: its header is not for the model to say
         found = max(begin, start) + len(content.strip())
         if end := self._last_special(whole[found : len(until)]):
