@@ -539,7 +539,10 @@ workdir, port, process, action = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+from jaxtrain.runtime import compat, control
+from jaxtrain.runtime.cluster import Processes
+channel = control.join(Processes(f"localhost:{port}", 2, int(process)), 60, 60)
+compat.connect(f"127.0.0.1:{channel.service_port}", 2, int(process))
 sys.path.insert(0, "tests")
 import numpy as np
 import test_checkpoint as t
@@ -555,6 +558,7 @@ with t.Checkpointer(workdir, 1) as checkpointer:
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, y[shard.index])
         checkpointer.save(2, state, t.FACTS)
+control.close()
 """
 
 
