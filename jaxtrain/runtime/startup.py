@@ -98,7 +98,7 @@ def _use_compile_cache(folder: str) -> None:
 
 def _connect(processes: Processes, timeout_s: int) -> None:
     """Joins the other processes. JAX's own time limit aborts the process with a stack trace, so it is kept out of reach."""
-    if jax.config.jax_cpu_collectives_implementation not in ("gloo", "mpi"):
+    if jax.config.values["jax_cpu_collectives_implementation"] not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     failure: list[BaseException] = []
 
@@ -163,7 +163,7 @@ _plugin_errors = _PluginErrors()
 @functools.cache
 def _warn_of_idle_gpus() -> None:
     """Once per process: a GPU that JAX cannot use is nearly always an installation without the CUDA extra."""
-    asked = str(jax.config.jax_platforms or "")
+    asked = str(jax.config.values["jax_platforms"] or "")
     if asked == "cpu" or jax.default_backend() != "cpu" or not (gpus := machine.nvidia_gpus()):
         return
     plugin = machine.cuda_plugin()
