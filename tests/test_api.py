@@ -16,20 +16,20 @@ from jaxtrain import api
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.generate import run_config
+from jaxtrain.train.weights import config_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_functions_are_those_of_the_commands(monkeypatch):
     """Under their names whether or not a package of the same name has been imported, and packages stay packages."""
-    import jaxtrain.plan.candidates
+    import jaxtrain.plan.compile
 
     for name in ("train", "plan", "parity", "generate", "load_config"):
         monkeypatch.setattr(api, name, lambda *args, name=name, **options: (name, args, options))
         assert getattr(jaxtrain, name)(1, a=2) == (name, (1,), {"a": 2})
         assert name in dir(jaxtrain)
-    assert jaxtrain.plan.candidates.__name__ == "jaxtrain.plan.candidates"
+    assert jaxtrain.plan.compile.__name__ == "jaxtrain.plan.compile"
     with pytest.raises(AttributeError, match="has no attribute 'tain'"):
         getattr(jaxtrain, "tain")  # noqa: B009
 
@@ -75,7 +75,8 @@ def strangers(tmp_path, **changes):
 
 
 def test_sampling_follows_no_path_of_a_workdir(tmp_path):
-    config = run_config(strangers(tmp_path, pipeline__schedule="gpipe", memory__offload=["moments"]), 2)
+    folder = strangers(tmp_path, pipeline__schedule="gpipe", memory__offload=["moments"])
+    config = config_of(folder, {}, [("mesh.tensor", 2)], text=True)
     kept = configs.default_config()
     assert config.runtime == kept.runtime and config.data == kept.data and config.mesh.tensor == 2
     with pytest.raises(UserError, match="no checkpoint in"):
@@ -86,7 +87,7 @@ def test_sampling_follows_no_path_of_a_workdir(tmp_path):
 @pytest.mark.parametrize(
     "changes, options, message",
     [
-        ({"data__tokenizer": "/etc/x"}, {}, "--tokenizer: missing; .* is not followed: if it is right, --tokenizer=/etc/x"),
+        ({"data__tokenizer": "/etc/x"}, {}, "/etc/x, which is not followed: if it is right, --config.data.tokenizer=/etc/x"),
         ({"model__num_kv_heads": 3}, {}, "8 query heads are not a multiple of 3 key/value heads"),
         ({}, {"tensor": 3}, "model.num_kv_heads: 8 key/value heads|model.mlp_dim: 688 does not divide"),
         ({}, {"max_tokens": 9999}, "--max-tokens: 1 of the prompt .* 9999 exceed model.max_len_tokens=8192"),
