@@ -36,7 +36,7 @@ ALLOWED = {"jaxtrain.parallel.layer_loop": 470, "jaxtrain.config.settings": 500}
 # Measured on 2026-11-30: 10,920 and 3,170. The plan had 3,560; a second reader of XLA's modules, second tables and options that
 # no command has are gone. What is left are features: ledger, traffic, time, search, advice, comparison, page, the plan by formula.
 BUDGETS = {"jaxtrain": 11_400, "jaxtrain.plan": 3_200}
-OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, other formats of weights
+OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
 
 
 def sources() -> dict[str, str]:
