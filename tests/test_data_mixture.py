@@ -177,7 +177,7 @@ def test_a_run_shows_tokens_and_loss_of_each_source_and_set(tmp_path, caplog):
     config.train.num_steps = 6
     with pytest.raises(UserError, match=r"data\.sources\.b: .* in the checkpoint") as refused:
         loop.run(config, tmp_path / "run")
-    assert "data.sources.a:" not in str(refused.value) and "data.on_change=continue" in str(refused.value)
+    assert "data.sources.a:" not in str(refused.value) and "data.on_change" in str(refused.value)
     config.data.on_change = "continue"
     assert loop.run(config, tmp_path / "run")["steps"] == 6
 

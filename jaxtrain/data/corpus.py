@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Corpus:
     train: dict[str, Packed]  # by source
     eval: dict[str, Packed]  # held-out sets
     tokenizer: Tokenizer
-    fingerprints: dict[str, str]  # by source
+    fingerprints: dict[str, str]  # by source, and of the weights of several
     counts: dict[str, int]
     summary: str  # for the log
 
@@ -120,6 +121,8 @@ def load_corpus(config: ml_collections.ConfigDict, workdir: pathlib.Path | None 
         "dropped_tokens": 0,  # by construction: see packing
     }
     prints = {name: _fingerprint(data, tokenizer, found, train[name]) for name, found in read.items()}
+    if len(prints) > 1:
+        prints["(weights)"] = json.dumps(mixture.facts)
     return Corpus(mixture, train, evals, tokenizer, prints, counts, _summary(counts, data, mixture, workdir))
 
 
