@@ -144,7 +144,7 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
     differences = {}
     for family in candidates:
         found = _write_keys(model, family)
-        differences[family] = _differences(model, family, found) if found else ["sizes"]
+        differences[family] = _differences(model, family, found) if found else ["a setting for which it has no word"]
         if not differences[family]:
             kept = {key: value for key, value in carried.items() if value is not None and key not in ROPE_KEYS}
             if carried and _counting(model_section(carried)[1]) != _counting(model.to_dict()):
@@ -219,11 +219,10 @@ def _write_keys(model: ml_collections.ConfigDict, family: Family) -> dict[str, A
     try:
         names = [(name, key) for key in family.keys for name in (key.theirs, key.alias) if name]
         found = {name: key.write(model[key.settings[0]]) for name, key in names} | family.underive(model)
+        found |= write_rope(model) if family.rope_theta else {}
+        return found | (write_windows(model, family.windows) if family.windows else {})
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return {}
-    if family.rope_theta:
-        found |= write_rope(model)
-    return found | (write_windows(model, family.windows) if family.windows else {})
 
 
 def _differences(model: ml_collections.ConfigDict, family: Family, found: dict[str, Any]) -> list[str]:
