@@ -310,7 +310,7 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
     (run_of_three / "metrics.jsonl").write_text("rows")
     again = Wanted(step=1, continues=lambda facts: facts == FACTS | {"again": 1})
     with Checkpointer(run_of_three, 1, keep_last=9) as checkpointer:
-        assert checkpointer.newest(abstract(make_state()), again) == (1, FACTS)
+        assert checkpointer.look(abstract(make_state()), again) == (1, FACTS)
         assert saved_steps(run_of_three) == [1, 2, 3]
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), again)
         assert step == 1 and saved_steps(run_of_three) == [1]
@@ -322,7 +322,7 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), again)
         assert_identical(restored, make_state(30))
         with pytest.raises(UserError, match="no checkpoint of step 2 in .*; there are: 1, 3"):
-            checkpointer.newest(abstract(make_state()), Wanted(step=2))
+            checkpointer.look(abstract(make_state()), Wanted(step=2))
     assert restore_params(run_of_three, abstract(make_state().params), step=1)[2] == 1
 
 
@@ -331,9 +331,9 @@ def test_newest_tells_of_misfits_without_reading_array_data(run_of_three):
     for step, damage in (("3", "commit marker deleted"), ("2", "garbage in the parameters")):
         DAMAGES[damage](root / step)
     with Checkpointer(run_of_three, 1) as checkpointer:
-        assert checkpointer.newest(abstract(make_state()), same(FACTS)) == (2, FACTS)
+        assert checkpointer.look(abstract(make_state()), same(FACTS)) == (2, FACTS)
         with pytest.raises(UserError, match="corpus: 'abc123' in the checkpoint, 'd' in this run"):
-            checkpointer.newest(abstract(make_state()), same(FACTS | {"corpus": "d"}))
+            checkpointer.look(abstract(make_state()), same(FACTS | {"corpus": "d"}))
         assert checkpointer.newest_before(3) == 2 and checkpointer.newest_before(1) == 0
     assert not (root / "damaged").exists()
 
@@ -450,7 +450,7 @@ def test_another_optimizer_is_named_and_not_its_arrays(run_of_three):
     wanted = Wanted(lambda facts, misfits: [f"optimizer.name ({len(misfits)})"])
     sgd = abstract(make_state(optimizer=optax.sgd(0.1)))
     with Checkpointer(run_of_three, 0) as checkpointer, pytest.raises(UserError) as error:
-        checkpointer.newest(sgd, wanted)
+        checkpointer.look(sgd, wanted)
     assert "optimizer.name (7)\n  so 7 arrays of the optimizer's state differ\n" in str(error.value)
     assert "opt_state" not in str(error.value) and "checkpoint.init_from=" in str(error.value)
 
@@ -539,7 +539,10 @@ workdir, port, process, action = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+from jaxtrain.runtime import compat, control
+from jaxtrain.runtime.cluster import Processes
+channel = control.join(Processes(f"localhost:{port}", 2, int(process)), 60, 60)
+compat.connect(f"127.0.0.1:{channel.service_port}", 2, int(process))
 sys.path.insert(0, "tests")
 import numpy as np
 import test_checkpoint as t
@@ -555,6 +558,7 @@ with t.Checkpointer(workdir, 1) as checkpointer:
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, y[shard.index])
         checkpointer.save(2, state, t.FACTS)
+control.close()
 """
 
 

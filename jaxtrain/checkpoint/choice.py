@@ -12,10 +12,10 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
 
 FORMAT = 1  # of facts.json and the division into items; raised when an older program could not read a newer checkpoint
 _SHOWN = 5  # leaves named in a message
@@ -60,7 +60,7 @@ def choose(
             record = files.read_facts(folder)
             _check_fits(folder, record, leaves, wanted, items)
             share = jax.process_index(), jax.process_count()
-            reason = next(filter(None, gather(files.data_damage(folder, items, *share) if contents else "")), "")
+            reason = next(filter(None, control.gather(files.data_damage(folder, items, *share) if contents else "")), "")
         if not reason:
             return step, record, damaged
         damaged[step] = reason
@@ -114,21 +114,9 @@ def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, wanted: Wanted
 def on_first(function: Callable[[], str]) -> str:
     """What the function returns on process 0, on every process. Raises UserError where files may not be read or moved."""
     try:
-        return gather(function() if jax.process_index() == 0 else "")[0]
+        return control.gather(function() if jax.process_index() == 0 else "")[0]
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}. Checkpoints are left as they are.") from error
-
-
-def gather(text: str) -> list[str]:
-    """Every process's text, in order of process, on every process; also a barrier."""
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.array([data.size], np.int32)).reshape(-1)
-    rows = multihost_utils.process_allgather(np.pad(data, (0, int(lengths.max()) + 1 - data.size)))
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def all_damaged(root: pathlib.Path, damaged: dict[int, str]) -> str:

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import arrays, files
-from jaxtrain.checkpoint.choice import FORMAT, Wanted, all_damaged, choose, gather, on_first
+from jaxtrain.checkpoint.choice import FORMAT, Wanted, all_damaged, choose, on_first
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
 
 FOLDER = "checkpoints"
 _log = logging.getLogger(__name__)
@@ -119,13 +120,17 @@ class Checkpointer:
             raise self._failure(error) from error
         self._saving = None
 
+    def newest(self) -> int | None:
+        """The newest step with a checkpoint; None without any. Whether it is whole is not looked at."""
+        return max(files.steps(self._root), default=None)
+
     def close(self) -> None:
         """Waits like `wait`, deletes what no longer counts, ends the background threads. Harmless when called again."""
         self.wait()
         self.rotate(self._newest + 1)
         self._end()
 
-    def newest(self, abstract_state: Any, wanted: Wanted) -> tuple[int, dict] | None:
+    def look(self, abstract_state: Any, wanted: Wanted) -> tuple[int, dict] | None:
         """The step that `restore_newest` would restore and its facts, as far as can be told without reading array data.
 
         For a refusal at once. None, or UserError, as `restore_newest`, but that damage of array data alone is not seen.
@@ -296,5 +301,5 @@ def _check_writable(root: pathlib.Path) -> None:
         except OSError as error:
             problem = f"checkpoints cannot be written to {root}: {error.strerror}. Choose another --workdir, or set "
             problem += "checkpoint.save_every_steps=0 to train without checkpoints."
-    if problem := gather(problem)[0]:
+    if problem := control.gather(problem)[0]:
         raise UserError(problem)

@@ -44,6 +44,14 @@ class Keeper:
             self._lock.require_held()
             self._checkpointer.save(step, state, self._facts)
 
+    def wait(self) -> None:
+        """Until what is being saved is complete."""
+        self._checkpointer.wait()
+
+    def newest(self) -> int | None:
+        """The newest step with a checkpoint; None without any."""
+        return self._checkpointer.newest()
+
     def finish(self, step: int) -> None:
         """The end of the run. Raises UserError if its weights could not be saved because steps were being skipped."""
         self._checkpointer.wait()

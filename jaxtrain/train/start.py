@@ -24,6 +24,7 @@ from jaxtrain.checkpoint.manager import FOLDER, Checkpointer, Wanted, restore_pa
 from jaxtrain.config import settings
 from jaxtrain.config.changes import Change, changes, recorded
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program
 from jaxtrain.train.state import TrainState
@@ -50,7 +51,7 @@ class Start:
 
     def check(self, checkpointer: Checkpointer) -> None:
         """Raises UserError, before anything is compiled, if the run cannot go on from the checkpoint that there is."""
-        found, source = checkpointer.newest(self._program.abstract_state, self._wanted), self._config.checkpoint.init_from
+        found, source = checkpointer.look(self._program.abstract_state, self._wanted), self._config.checkpoint.init_from
         if not found and source:
             _weights_of(source, self._program, self._own, read=False)
 
@@ -59,7 +60,7 @@ class Start:
         restored = checkpointer.restore_newest(self._program.abstract_state, self._wanted)
         source = self._config.checkpoint.init_from
         if not restored:
-            state = self._program.init(self._config.train.seed)
+            state = control.compiled_together(self._program.init)(self._config.train.seed)
             if source:
                 jax.tree.map(lambda x: x.delete(), state.params)  # room for the others
                 state = dataclasses.replace(state, params=_weights_of(source, self._program, self._own))
