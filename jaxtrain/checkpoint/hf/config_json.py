@@ -117,7 +117,7 @@ def model_section(config: Mapping[str, Any], where: str = NAME) -> tuple[Family,
     ]
     if not problems:  # what follows from several keys needs them all
         try:
-            model |= family.fixed | family.derive(dict(config))
+            model |= {**family.fixed} | family.derive(dict(config))
             if family.rope_theta:
                 found, wrong = read_rope(dict(config), family.rope_theta)
                 model, problems = model | found, problems + wrong
