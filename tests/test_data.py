@@ -221,10 +221,7 @@ def test_rows_of_all_hosts_are_the_global_batch(many, hosts):
     corpus = load_corpus(config)
     whole = take(train_batches(config, corpus, all_rows(config), 2), 4)
     assert whole[0]["tokens"].shape == (2, 4, SEQ_LEN)
-    parts = [
-        take(train_batches(config, load_corpus(config), rows, 2), 4)
-        for rows in np.split(all_rows(config), hosts, axis=1)
-    ]
+    parts = [take(train_batches(config, load_corpus(config), rows, 2), 4) for rows in np.split(all_rows(config), hosts, axis=1)]
     joined = [
         {key: np.concatenate([batch[key] for batch in step], axis=1) for key in step[0]} for step in zip(*parts, strict=True)
     ]
