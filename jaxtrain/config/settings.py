@@ -427,7 +427,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "init_from": Setting(
             "",
-            "Workdir of another run (or WORKDIR/checkpoints/STEP) whose weights alone a new run begins with; empty: new ones.",
+            "Workdir of another run, WORKDIR/checkpoints/STEP, or a Hugging Face folder: a new run begins with these weights "
+            "alone; empty: with new ones.",
             location=True,
         ),
         "on_config_change": Setting(

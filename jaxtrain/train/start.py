@@ -19,6 +19,7 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.hf import carried, reading
 from jaxtrain.checkpoint.manager import FOLDER, Checkpointer, Wanted, restore_params
 from jaxtrain.config import settings
 from jaxtrain.config.changes import Change, changes, recorded
@@ -82,6 +83,9 @@ class Start:
                 with (self._workdir / HISTORY).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             configs.save(self._config, self._workdir / "config.json")
+            source = pathlib.Path(self._config.checkpoint.init_from).expanduser()
+            if self._config.checkpoint.init_from and not step:
+                carried.take_over(source, self._workdir)
         except OSError as error:
             raise UserError(f"--workdir={self._workdir}: cannot be written ({error.strerror})") from error
 
@@ -160,11 +164,13 @@ def _text(value: Any) -> str:
 
 
 def _weights_of(source: str, program: Program, own: dict, read: bool = True) -> Any:
-    """The weights of another run's checkpoint, on this program's shardings. Settings of its model that differ are told.
+    """The weights of another run's checkpoint or of a Hugging Face folder, on this program's shardings.
 
-    Raises UserError: no checkpoint there, or of another model.
+    Settings of another run's model that differ are told. Raises UserError: no weights there, or of another model.
     """
     path = pathlib.Path(source).expanduser()
+    if reading.is_folder(path):
+        return _weights_of_hugging_face(path, program, read)
     in_folder = path.parent.name == FOLDER and path.name.isdecimal()
     workdir, step = (path.parent.parent, int(path.name)) if in_folder else (path, None)
     params, facts, step = restore_params(workdir, program.abstract_state.params, step, read)
@@ -175,3 +181,12 @@ def _weights_of(source: str, program: Program, own: dict, read: bool = True) -> 
         if change.kind == settings.FUNCTION:
             log.warning("That run had another %s: %s -> %s", change.key, _text(change.old), _text(change.new))
     return program.in_own_order(params, facts.get(LAYER_ORDER))
+
+
+def _weights_of_hugging_face(folder: pathlib.Path, program: Program, read: bool) -> Any:
+    source = reading.open_source(folder)
+    reading.check(source, program.abstract_state.params, program.model, program.layer_order)
+    if not read:
+        return None
+    log.info("Weights come from %s (checkpoint.init_from)", folder)
+    return reading.load(source, program.abstract_state.params, program.model, program.layer_order)
