@@ -42,6 +42,7 @@ class LossSettings:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     softcap: float = 0.0
+    scale: float = 1.0  # of the logits, before the cap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -102,7 +103,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
 def _chunk(x, y, matrix, layout, settings):
     """Objective and cross-entropy sums of one chunk [c, D], and d objective / d logits [c, V] in float32."""
-    logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap)
+    logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap, settings.scale)
     ids = place(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)

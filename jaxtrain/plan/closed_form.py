@@ -19,6 +19,7 @@ import ml_collections
 
 from jaxtrain.model import inventory
 from jaxtrain.model.inventory import Inventory
+from jaxtrain.model.mlp import GATED
 from jaxtrain.model.moe.balance import needs_counts as counts_first
 from jaxtrain.model.moe.dispatch import sizes
 from jaxtrain.model.moe.router import capacity
@@ -359,4 +360,4 @@ def _context_traffic(config, layout, shapes) -> dict[str, float]:
 
 
 def _gated(m: Any) -> bool:
-    return m.mlp in ("swiglu", "geglu")
+    return m.mlp in GATED

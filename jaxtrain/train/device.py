@@ -53,7 +53,9 @@ def device_functions(
       logits: (params, batch [b, T]) -> ([b, T, V] float32,), V with its padding.
     """
     model = config.model
-    plain = LossSettings(model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap)
+    plain = LossSettings(
+        model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap, scale=model.logit_scale
+    )
     trained = dataclasses.replace(plain, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
     dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
     layers_with_experts = model.num_layers - model.dense_first_layers
