@@ -25,14 +25,27 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def load_config(
-    arguments: Sequence[str], parser: argparse.ArgumentParser
+    arguments: Sequence[str], parser: argparse.ArgumentParser, required: bool = True
 ) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
-    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags.
+    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags. Without
+    --config, where it is not `required`, the config is the default tree.
 
     Raises ConfigError with all problems at once, before jax is imported.
     """
-    parser.add_argument("--config", required=True, help="configuration file; FILE:ARG calls get_config('ARG')")
+    parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
+    overrides, unknown = split_overrides(rest)
+    try:
+        config = configs.load(args.config or "", overrides, problems)
+    except ConfigError as error:
+        raise ConfigError(unknown + error.problems) from None
+    if unknown:
+        raise ConfigError(unknown)
+    return config, args
+
+
+def split_overrides(rest: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Of arguments that a parser did not know: settings with the text of their values, and problems with the others."""
     overrides, unknown, position = [], [], 0
     while position < len(rest):
         key, equals, value = rest[position].partition("=")
@@ -46,13 +59,7 @@ def load_config(
         else:
             unknown.append(f"{key}: no value; write {key}=VALUE")
         position += 1
-    try:
-        config = configs.load(args.config, overrides, problems)
-    except ConfigError as error:
-        raise ConfigError(unknown + error.problems) from None
-    if unknown:
-        raise ConfigError(unknown)
-    return config, args
+    return overrides, unknown
 
 
 def command(function, arguments: Sequence[str] | None = None) -> None:

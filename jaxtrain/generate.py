@@ -164,8 +164,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _print_samples(program: Program, params: Any, args: argparse.Namespace) -> None:
-    tokenizer = get_tokenizer(program.config.data.tokenizer)
-    ids = list(tokenizer.encode(args.prompt))
+    tokenizer = get_tokenizer(program.config.data)
+    ids = list(tokenizer.encode_batch([args.prompt])[0])
     if program.config.data.add_bos or not ids:
         ids = [tokenizer.bos_id if program.config.data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
     limit = program.model.max_len_tokens

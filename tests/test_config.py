@@ -381,7 +381,8 @@ def test_settings_that_name_paths_or_addresses_are_marked():
     words = {"path", "paths", "dir", "folder", "file", "address", "url", "host"}
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
-            assert setting.location == bool(words & set(key.split("_"))), f"{section}.{key}"
+            inside = any(entry.location for entry in (setting.entries or {}).values())
+            assert setting.location == (inside or bool(words & set(key.split("_")))), f"{section}.{key}"
 
 
 def test_locations_are_left_behind(tmp_path):

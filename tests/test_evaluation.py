@@ -8,6 +8,7 @@ import pytest
 from tiny import config, host, program
 
 from jaxtrain.data import loader
+from jaxtrain.data.corpus import load_corpus
 from jaxtrain.train.evaluation import describe, evaluate
 
 
@@ -47,14 +48,14 @@ def test_one_value_for_every_batch_accumulation_and_mesh(corpus, changes):
 
 def held_out(folder, params, **changes):
     c = small(folder, **changes)
-    p, text = program(c), loader.load_corpus(c)
+    p, text = program(c), load_corpus(c)
     placed = jax.tree.map(lambda value, like: jax.device_put(value, like.sharding), params, p.abstract_state.params)
-    batches = loader.eval_batches(c, text, p.eval_rows())
-    return evaluate(p, p.eval_step, placed, batches, loader.eval_bytes(c, text))
+    batches = loader.eval_batches(c, text.eval["eval"], p.eval_rows())
+    return evaluate(p, p.eval_step, placed, batches, loader.eval_bytes(c, text.eval["eval"], text.tokenizer))
 
 
 def counted_bytes(folder):
-    targets = loader.load_corpus(small(folder)).eval.rows(np.arange(10))["targets"]
+    targets = load_corpus(small(folder)).eval["eval"].rows(np.arange(10))["targets"]
     return ((0 <= targets) & (targets < 256)).sum()
 
 

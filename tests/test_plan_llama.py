@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import re
 
@@ -10,6 +11,7 @@ import jax
 import pytest
 from planned import compiled, needs_plugin, plan
 
+from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
 from jaxtrain.plan import buffers, facts, hlo, memory
 from jaxtrain.plan.roofline import RATES
 from jaxtrain.remat.activations import ACTIVATIONS
@@ -96,6 +98,27 @@ def test_what_a_block_computes_bears_its_name(changes):
     assert passes["backward"] >= {f"{name} (backward)" for name in ("mlp_hidden", "mlp_out", "qkv", "attention")}
     for words in ("dot_general", "jvp(", "optimization_barrier"):
         assert not {name for name in large if words in name and not name.startswith("cv,dv")}, "all but the loss's products"
+
+
+@needs_plugin
+@pytest.mark.parametrize("changes", [SHARDED, TENSOR], ids=["zero-3", "tensor"])
+def test_the_ledger_does_not_depend_on_source_files(changes):
+    """Scopes say what an array is for: without the files, lines and functions of the source, nothing but `source` changes."""
+    step, found = compiled(*changes), plan(*changes).ledger
+    nowhere = dataclasses.replace(step.assignment, frames=())
+    bare = memory.ledger(nowhere, step.module, facts.of(step.program), step.mesh_shape)
+    assert any(piece.source for piece in found.pieces) and not any(piece.source for piece in bare.pieces)
+    assert bare.rows == found.rows and bare.parts == found.parts and bare.curve == found.curve and bare.host == found.host
+    assert bare.pieces == tuple(dataclasses.replace(piece, source="") for piece in found.pieces)
+
+
+@needs_plugin
+def test_the_program_sets_the_scopes_that_the_plan_reads():
+    names = {scope for node in compiled(*SHARDED).assignment.nodes.values() for scope in memory.scopes(node.op_name)}
+    assert {LOSS, OPTIMIZER, WEIGHTS, "qkv", "attention", "mlp_hidden"} <= names
+    pieces = plan(*SHARDED).ledger.pieces
+    assert any(piece.row == "gradients" and WEIGHTS in piece.op_name for piece in pieces)
+    assert plan(*SHARDED).ledger.curve and max(rows.get("logits", 0) for rows in plan(*SHARDED).ledger.curve) > 2**28
 
 
 def memory_pass(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -22,7 +23,7 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity",
-    6: "command_line main train.loop generate tune",
+    6: "command_line main train.loop train.conversion convert generate tokenize inspect_data tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
@@ -144,6 +145,23 @@ def test_partition_specs_have_one_home():
     assert partition_specs(sources()) == []
 
 
+def named_sources(modules: dict[str, str]) -> list[str]:
+    """Places in the plan that know the program by its source: the name of a file, or its text."""
+    return [
+        f"{name}:{node.lineno}"
+        for name, source in modules.items()
+        if name.startswith("jaxtrain.plan.")
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\w\.py$", node.value))
+        or (isinstance(node, ast.Import) and {"linecache", "inspect"} & {alias.name for alias in node.names})
+    ]
+
+
+def test_the_plan_does_not_know_the_program_by_its_source():
+    """Moving a file or editing a comment changes no plan."""
+    assert named_sources(sources()) == []
+
+
 def test_public_names_have_docstrings():
     assert undocumented(sources()) == []
 
@@ -168,6 +186,7 @@ FAULTY = {
     "jaxtrain": "",
     "jaxtrain.config": '"""Doc."""\ndef f():\n    from jaxtrain.parallel import mesh\n',
     "jaxtrain.parallel.mesh": '"""Doc."""\nfrom jaxtrain.train import step\n',
+    "jaxtrain.plan.show": '"""Doc."""\nimport linecache\nfound = "train/step.py"\n',
     "jaxtrain.train": "",
     "jaxtrain.train.step": "import jaxtrain.train.state\nclass State:\n    pass\ndef _private(): pass\n",
     "jaxtrain.train.state": '"""Doc."""\nfrom . import step\nfrom jax.sharding import PartitionSpec as P\nx = jax.P\n',
@@ -182,4 +201,5 @@ def test_faults_are_found():
     ]
     assert cycle(graph) == ["jaxtrain.train.step", "jaxtrain.train.state", "jaxtrain.train.step"]
     assert partition_specs(FAULTY) == ["jaxtrain.train.state:3", "jaxtrain.train.state:4"]
+    assert named_sources(FAULTY) == ["jaxtrain.plan.show:2", "jaxtrain.plan.show:3"]
     assert undocumented(FAULTY) == ["jaxtrain.config.f", "jaxtrain.train.step.State", "jaxtrain.train.step"]

@@ -1,4 +1,4 @@
-"""Ways to vary a block, on meshes: parallel blocks, kinds of layers, sinks, experts with biases. Golden numbers have them on one."""
+"""Ways to vary a block, on meshes: parallel blocks, kinds of layers, sinks, experts with biases.."""
 
 import pytest
 from layouts import gradients

@@ -56,7 +56,8 @@ def start_save(manager: Any, step: int, leaves: dict[str, jax.Array]) -> None:
     """Returns when the arrays are copied to host memory; the manager writes them in the background."""
     import orbax.checkpoint as ocp
 
-    trees = {item: ocp.args.PyTreeSave(_nested(_part(leaves, item))) for item in files.ITEMS}
+    parts = {item: _part(leaves, item) for item in files.ITEMS}
+    trees = {item: ocp.args.PyTreeSave(_nested(part)) for item, part in parts.items() if part}  # weights alone have no training
     manager.save(step, args=ocp.args.Composite(**trees), force=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxtrain.config import values
+from jaxtrain.config import entries, values
 from jaxtrain.config.settings import RETIRED, SETTINGS
 from jaxtrain.config.suggest import nearest_key
 
@@ -64,7 +64,7 @@ def load(
     """Runs `get_config` of a config file, applies overrides, checks every key, and locks the result.
 
     Args:
-      path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`.
+      path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`; "" for the default tree.
       overrides: pairs of a dotted key and its value, or the text of it: ("optimizer.learning_rate", "1e-4"). Of several for
         one key the last counts, so that a script's own can be overridden by those it passes on.
       cross_check: problems of settings taken together (`validate.problems`); asked when each setting is fine by itself.
@@ -72,7 +72,16 @@ def load(
     Raises:
       ConfigError: with every unknown key, wrong type and value out of range found in the file and the overrides.
     """
-    config = _run_file(*path.partition(":")[::2])
+    tree = _run_file(*path.partition(":")[::2]) if path else default_config().unlock()
+    return override(tree, overrides, cross_check)
+
+
+def override(
+    config: ml_collections.ConfigDict,
+    overrides: Iterable[tuple[str, Any]] = (),
+    cross_check: Callable[[ml_collections.ConfigDict], list[str]] = lambda config: [],
+) -> ml_collections.ConfigDict:
+    """Applies overrides to an open config, checks every key, and locks it; arguments and errors of `load`."""
     unknown = _unknown_keys(config)
     wrong = []
     for key, value in overrides:
@@ -218,6 +227,9 @@ def _wrong_values(config: ml_collections.ConfigDict) -> list[str]:
             if key not in tree:
                 problems.append(f"{section}.{key}: missing; start from default_config()")
                 continue
+            if setting.entries is not None:
+                problems += entries.problems(f"{section}.{key}", setting.entries, tree[key])
+                continue
             if (converted := values.converted(setting, tree[key])) is not tree[key]:
                 tree[key] = None  # ConfigDict would turn an int that replaces a float into a float again
                 tree[key] = converted
@@ -232,12 +244,16 @@ def _override(config: ml_collections.ConfigDict, dotted: str, value: Any) -> tup
     if section in SETTINGS and not key:
         keys = ", ".join(SETTINGS[section])
         return False, f"--config.{section}: is a section; write --config.{section}.KEY=VALUE with one of {keys}"
+    head, _, rest = key.partition(".")
+    if rest and (outer := SETTINGS.get(section, {}).get(head)) and outer.entries:
+        known, problem = entries.override(config[section].get(head), outer.entries, rest, value)
+        return known, f"--config.{dotted}: {problem}" if problem else None
     if section not in SETTINGS or key not in SETTINGS[section]:
         return False, f"--config.{dotted}: {_unknown(section if key else None, key or section)}"
     setting = SETTINGS[section][key]
     if isinstance(value, str):
         try:
-            value = values.parse(setting, value)
+            value = entries.parse(value) if setting.entries is not None else values.parse(setting, value)
         except ValueError:
             how = "; write a,b and put an element that contains a comma or quote in quotes" if setting.type is tuple else ""
             return True, f"--config.{dotted}: expected {setting.type.__name__}, got {values.shown(value)}{how}"

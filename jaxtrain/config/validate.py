@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import ml_collections
 
 from jaxtrain.config import ConfigError
+from jaxtrain.config.data import problems as source_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
@@ -264,7 +265,7 @@ def _data_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> 
         found.append("data.paths: is empty; name text files or folders, or python_stdlib")
     if data.tokenizer == "byte" and model.vocab_size < BYTE_VOCAB:
         found.append(f"model.vocab_size: the byte tokenizer has {BYTE_VOCAB} ids, got {model.vocab_size}")
-    return found
+    return found + source_problems(data)
 
 
 def _context_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -> list[str]:

@@ -1,69 +1,83 @@
 """Documents packed into rows of equal length: exact, by random access, and the same whoever asks.
 
-Epoch e lays all documents end to end in an order drawn from (seed, e) and cuts this stream into rows of T tokens; only
-the last row is padded. A document that does not fit into what is left of a row goes on in the next one, so no token is
-lost or dropped. The rows of an epoch are then put in an order drawn likewise, so that a batch is not one long document.
+Three ways (data.packing). `concat` lays the documents of an epoch end to end and cuts this stream into rows of T tokens; only
+the last row is padded, and a document that does not fit into what is left of a row goes on in another. `best_fit` cuts only
+documents longer than T, and puts every other one, longest first, into the fullest row that has room (Ding et al. 2024, "Fewer
+truncations improve language modeling"). `pad` gives each document rows of its own. No way loses a token.
 
-Row g of the run is row g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on the mesh,
-the hosts, the workers, or on which rows were read before. Which rows make a batch is for `jaxtrain.data.loader`.
+With up to `permutation.TABLE_SIZE` documents and rows, `concat` shuffles the documents of each epoch anew. With more, they stay
+in the order in which they lie, the stream is cut at another place in each epoch, and only rows are shuffled. Row g of the run
+is row g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on mesh, hosts, workers,
+or on which rows were read before. It is found in time that depends on its own documents alone.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import threading
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import tokenizers
+from jaxtrain.data import permutation
+from jaxtrain.data.shards import Store
 
-
-def flatten(texts: Sequence[str], tokenizer: tokenizers.Tokenizer, add_bos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all documents in one array: of each the BOS if asked for, its text, and one EOS.
-
-    Returns:
-      tokens: [tokens] uint16 or uint32, after the tokenizer's largest id.
-      offsets: [documents + 1] int64; document i is tokens[offsets[i]:offsets[i + 1]].
-    """
-    encoded = [tokenizer.encode(text) for text in texts]
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum([len(ids) + 1 + add_bos for ids in encoded], out=offsets[1:])
-    tokens = np.empty(offsets[-1], tokenizers.id_dtype(tokenizer.vocab_size))
-    if add_bos:
-        tokens[offsets[:-1]] = tokenizer.bos_id
-    for start, ids in zip(offsets[:-1].tolist(), encoded, strict=True):
-        tokens[start + add_bos : start + add_bos + len(ids)] = ids
-    tokens[offsets[1:] - 1] = tokenizer.eos_id
-    return tokens, offsets
+IGNORE = -1  # a target of -1: this position has none
+EMPTY = {"tokens": 0, "targets": IGNORE, "segment_ids": 0, "positions": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Epoch:
-    documents: np.ndarray  # [documents] in the order of the stream
-    starts: np.ndarray  # [documents] where each of these begins in the stream
-    rows: np.ndarray  # [R] which row of the stream comes when
+    rows: np.ndarray | None  # [R] which row comes when; None: by the Feistel network
+    documents: np.ndarray | None = None  # [documents] in the order of the stream; None: as they lie
+    starts: np.ndarray | None = None  # [documents] where each of these begins in the stream
+    offset: int = 0  # where the stream begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which pieces of documents are in which row: `best_fit` and `pad`. Piece i is tokens starts[i]..starts[i]+lengths[i]-1."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    rows: np.ndarray  # [R + 1]: row r has the pieces rows[r]..rows[r + 1] - 1
 
 
 class Packed:
     """Rows of packed documents. Safe to use from several threads."""
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, seq_len: int, seed: int):
+    def __init__(self, store: Store, seq_len: int, seed: int, packing: str = "concat", plan: Plan | None = None):
         """
         Args:
-          tokens, offsets: as `flatten` returns them; every document has at least one token.
           seq_len: positions per row, T.
           seed: orders documents and rows.
+          plan: what was planned before, for another process.
         """
-        if len(offsets) < 2 or np.diff(offsets).min() < 1:
-            raise ValueError("packing needs at least one document, and at least one token in each")
-        self.tokens, self.offsets, self.seq_len, self.seed = tokens, offsets, seq_len, seed
-        self.num_documents = len(offsets) - 1
-        self.num_tokens = int(offsets[-1])
-        self.rows_per_epoch = -(-self.num_tokens // seq_len)
+        self.store, self.seq_len, self.seed, self.packing = store, seq_len, seed, packing
+        self.num_documents, self.num_tokens = store.num_documents, store.num_tokens
+        self.plan = plan or (_plan(store.ends(), seq_len, packing) if packing != "concat" else None)
+        self.rows_per_epoch = len(self.plan.rows) - 1 if self.plan else -(-self.num_tokens // seq_len)
+        self.shuffles_documents = self.plan is None and max(self.num_documents, self.rows_per_epoch) <= permutation.TABLE_SIZE
+        self._ends = store.ends() if self.shuffles_documents else None
         self._lock = threading.Lock()
         self._epochs: collections.OrderedDict[int, _Epoch] = collections.OrderedDict()
+
+    @property
+    def padding(self) -> int:
+        """Positions of an epoch that hold no token."""
+        return self.rows_per_epoch * self.seq_len - self.num_tokens
+
+    def cut_documents(self) -> int:
+        """Documents that lie in several rows; with `concat` in epoch 0, and at most so many where they are not shuffled."""
+        if self.plan:
+            return int(np.sum(np.diff(self.store.ends(), prepend=0) > self.seq_len))
+        if not self.shuffles_documents:
+            return min(self.num_documents, self.rows_per_epoch)
+        epoch = self._epoch(0)
+        last = epoch.starts + np.diff(self._ends, prepend=0)[epoch.documents] - 1
+        return int(np.sum(epoch.starts // self.seq_len != last // self.seq_len))
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Rows by their number in the run, counted on through the epochs.
@@ -73,50 +87,122 @@ class Packed:
 
         Returns:
           tokens, targets, segment_ids, positions: int32 [*indices.shape, T]. targets: the next token of the same document
-          (though it stand in another row), -1 at a document's end. segment_ids: 1, 2, ... per document in the row.
-          positions: from 0 in each segment. Padding: token 0, target -1, segment 0, position 0.
+          (though it stand in another row), -1 at a document's end and where the next token is not trained. segment_ids: 1, 2,
+          ... per document in the row. positions: from 0 in each segment. Padding: `EMPTY`.
         """
         flat = np.asarray(indices, np.int64).reshape(-1)
-        epochs, rows = np.divmod(flat, self.rows_per_epoch)
-        batch = {
-            key: np.empty((flat.size, self.seq_len), np.int32) for key in ("tokens", "targets", "segment_ids", "positions")
-        }
-        for epoch in np.unique(epochs):
-            chosen = np.flatnonzero(epochs == epoch)
-            for key, values in self._rows_of_epoch(int(epoch), rows[chosen]).items():
-                batch[key][chosen] = values
+        batch = {key: np.full((flat.size, self.seq_len), value, np.int32) for key, value in EMPTY.items()}
+        for i, (epoch, row) in enumerate(zip(*(part.tolist() for part in np.divmod(flat, self.rows_per_epoch)), strict=True)):
+            self._fill({key: values[i] for key, values in batch.items()}, *self._pieces(self._epoch(epoch), epoch, row))
         return {key: values.reshape(*np.shape(indices), self.seq_len) for key, values in batch.items()}
 
-    def _rows_of_epoch(self, number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-        epoch = self._epoch(number)
-        row_start = epoch.rows[rows][:, None] * self.seq_len
-        place = row_start + np.arange(self.seq_len)  # in the stream
-        valid = place < self.num_tokens
-        nth = np.searchsorted(epoch.starts, place, side="right") - 1  # document in the order of the stream
-        document, start = epoch.documents[nth], epoch.starts[nth]
-        here = np.where(valid, self.offsets[document] + place - start, 0)  # in tokens
-        has_next = valid & (here + 1 < self.offsets[document + 1])
-        return {
-            "tokens": np.where(valid, self.tokens[here], 0),
-            "targets": np.where(has_next, self.tokens[np.where(has_next, here + 1, 0)].astype(np.int32), -1),
-            "segment_ids": np.where(valid, nth - nth[:, :1] + 1, 0),
-            "positions": np.where(valid, place - np.maximum(start, row_start), 0),
-        }
+    def _fill(self, row: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Writes pieces of the store, each a part of one document or several whole ones, one behind the other."""
+        at = segment = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            ids, ends, trained = self.store.read(start, min(start + length + 1, self.num_tokens))
+            here = slice(at, at + length)
+            row["tokens"][here] = ids[:length]
+            targets = row["targets"][here]
+            targets[: len(ids) - 1] = ids[1:]
+            if trained is not None:
+                targets[: len(ids) - 1][~trained[1:]] = IGNORE
+            ends = ends[ends <= start + length] - start
+            targets[ends - 1] = IGNORE
+            begins = np.concatenate([[0], ends[ends < length]])
+            sizes = np.diff(begins, append=length)
+            row["segment_ids"][here] = np.repeat(np.arange(segment + 1, segment + 1 + len(begins)), sizes)
+            row["positions"][here] = np.arange(length) - np.repeat(begins, sizes)
+            at, segment = at + length, segment + len(begins)
+
+    def _pieces(self, epoch: _Epoch, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and lengths of what is in a row of an epoch."""
+        if epoch.rows is not None:
+            row = int(epoch.rows[row])
+        else:
+            row = int(permutation.feistel(np.array([row]), self.rows_per_epoch, self.seed, number, 1)[0])
+        if self.plan:
+            chosen = slice(int(self.plan.rows[row]), int(self.plan.rows[row + 1]))
+            return self.plan.starts[chosen], self.plan.lengths[chosen]
+        begin = row * self.seq_len
+        end = min(begin + self.seq_len, self.num_tokens)
+        if epoch.documents is None:
+            start = (epoch.offset + begin) % self.num_tokens
+            first = min(end - begin, self.num_tokens - start)  # the stream goes on at the store's beginning
+            pieces = np.array([[start, first], [0, end - begin - first]])
+            return tuple(pieces[pieces[:, 1] > 0].T)
+        nth = np.searchsorted(epoch.starts, [begin, end - 1], side="right") - 1
+        chosen = slice(nth[0], nth[1] + 1)
+        documents, starts = epoch.documents[chosen], epoch.starts[chosen]
+        stop = self._ends[documents]
+        begins = np.where(documents > 0, self._ends[documents - 1], 0)
+        stops = np.minimum(stop, begins + end - starts)
+        begins = begins + np.maximum(begin - starts, 0)
+        return begins, stops - begins
 
     def _epoch(self, number: int) -> _Epoch:
         with self._lock:  # also while drawing: threads of one batch need the same epoch
             if number not in self._epochs:
-                documents = _permutation(self.num_documents, self.seed, number, 0)
-                lengths = np.diff(self.offsets)[documents]
-                rows = _permutation(self.rows_per_epoch, self.seed, number, 1)
-                self._epochs[number] = _Epoch(documents, np.cumsum(lengths) - lengths, rows)
+                self._epochs[number] = self._draw(number)
             self._epochs.move_to_end(number)
             while len(self._epochs) > 2:  # a batch may end one epoch and begin the next
                 self._epochs.popitem(last=False)
             return self._epochs[number]
 
+    def _draw(self, number: int) -> _Epoch:
+        few = self.rows_per_epoch <= permutation.TABLE_SIZE and (self.plan or self.shuffles_documents)
+        rows = permutation.table(self.rows_per_epoch, self.seed, number, 1) if few else None
+        if not self.shuffles_documents:
+            return _Epoch(rows, offset=0 if self.plan else permutation.draw(self.num_tokens, self.seed, number, 2))
+        documents = permutation.table(self.num_documents, self.seed, number, 0)
+        lengths = np.diff(self._ends, prepend=0)[documents]
+        return _Epoch(rows, documents, np.cumsum(lengths) - lengths)
 
-def _permutation(size: int, *key: int) -> np.ndarray:
-    # From raw bits, not Generator.permutation, whose order may change between numpy releases: runs resume after upgrades.
-    bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(size)
-    return np.argsort(bits, kind="stable")
+    def sendable(self, store: Store, folder: pathlib.Path) -> tuple[Any, tuple]:
+        """(function, arguments) that make this in another process: `store` in place of its own, the plan through `folder`."""
+        if self.plan:
+            for name in ("starts", "lengths", "rows"):
+                np.save(folder / f"{name}.npy", getattr(self.plan, name))
+        return _reopen, (type(self), store, self.seq_len, self.seed, self.packing, str(folder) if self.plan else "")
+
+
+def _reopen(kind: type[Packed], store: Store, seq_len: int, seed: int, packing: str, folder: str) -> Packed:
+    names = ("starts", "lengths", "rows")
+    plan = Plan(*(np.load(pathlib.Path(folder, f"{name}.npy"), mmap_mode="r") for name in names)) if folder else None
+    return kind(store, seq_len, seed, packing, plan)
+
+
+def _plan(ends: np.ndarray, seq_len: int, packing: str) -> Plan:
+    """Pieces of at most T tokens: whole rows of longer documents, and what is left of every document."""
+    begins = np.concatenate([[0], ends[:-1]])
+    counts = -(-(ends - begins) // seq_len)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(begins, counts) + within * seq_len
+    lengths = np.minimum(np.repeat(ends, counts) - starts, seq_len)
+    if packing == "pad":
+        return Plan(starts, lengths, np.arange(len(starts) + 1))
+    rows = _best_fit(lengths, seq_len)
+    order = np.argsort(rows, kind="stable")
+    return Plan(starts[order], lengths[order], np.concatenate([[0], np.cumsum(np.bincount(rows))]))
+
+
+def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """The row of each piece: longest first, into the row with the least room that is enough."""
+    rows = np.empty(len(lengths), np.int64)
+    by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    rooms, count = 0, 0  # bit r: there is a row with room r
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row, count = seq_len, count, count + 1
+        rows[piece] = row
+        if room > length:
+            by_room[room - length].append(row)
+            rooms |= 1 << room - length
+    return rows

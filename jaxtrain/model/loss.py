@@ -19,6 +19,7 @@ from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.softcap import capped
 from jaxtrain.parallel.collectives import place, pmax, psum
 from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.scopes import LOSS
 from jaxtrain.parallel.sharding import VOCAB_AXES, Layout
 
 IGNORE = -1  # a target of -1: this position has none
@@ -63,6 +64,7 @@ def _forward(x, head, targets, layout, settings):
     return sums, (head, dx, dhead)
 
 
+@jax.named_scope(LOSS)
 def _backward(layout, settings, residuals, g):
     head, dx, dhead = residuals
     return (dx * g.objective).astype(dx.dtype), head.gradient(dhead * g.objective), None
@@ -71,6 +73,7 @@ def _backward(layout, settings, residuals, g):
 cross_entropy.defvjp(_forward, _backward)
 
 
+@jax.named_scope(LOSS)
 def _run(x, head, targets, layout, settings, with_gradients):
     """All chunks: (LossSums, dx [B, t, D], this device's head gradient [D, V]), the last two only if asked for."""
     matrix, tokens, width = head.value, targets.size, x.shape[-1]

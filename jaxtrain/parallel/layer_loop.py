@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from jaxtrain.parallel.activation_buffer import Stash
 from jaxtrain.parallel.parameters import Pair, Weight, fetch, is_stored
+from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.remat.policy import Remat
 
 
@@ -106,11 +107,12 @@ class Stack:
         number = jnp.clip(number, 0, self.count - 1)
 
         def one(stored, place, pair):
-            weight = place.fetch(dataclasses.replace(stored, value=self.of(stored.value, number)))
+            with jax.named_scope(WEIGHTS):
+                value = self.of(stored.value, number)
+            weight = place.fetch(dataclasses.replace(stored, value=value))
             return place.pair(weight, *self.later) if self.later and pair else weight
 
-        with jax.named_scope("fetch"):
-            return jax.tree.map(one, stored, self.places, self.pairs, is_leaf=is_stored)
+        return jax.tree.map(one, stored, self.places, self.pairs, is_leaf=is_stored)
 
     def loops(self, stored: Any, every: int) -> int:
         """How many groups of `every` blocks run in the loop: all, or all but the last where something is sent."""
@@ -153,12 +155,12 @@ class Stack:
         def one(gradient, sums, stored, place):
             earlier = stored.earlier
             if earlier is not None:
-                earlier = self.of(sums if earlier.shape == sums.shape else earlier, number)
+                with jax.named_scope(WEIGHTS):
+                    earlier = self.of(sums if earlier.shape == sums.shape else earlier, number)
             return place.give(gradient, earlier, stored.last)
 
         trees = (_like(tree, gradients) for tree in (sums, stored, self.places))
-        with jax.named_scope("give"):
-            return jax.tree.map(one, gradients, *trees)
+        return jax.tree.map(one, gradients, *trees)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.parallel.collectives import all_gather, index, psum, reduce_scatter
+from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import TOKEN_AXES, Dims, Layout
 
 MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
@@ -100,12 +101,14 @@ class Place:
     split_inputs: bool = False
     row: bool = False
 
+    @jax.named_scope(WEIGHTS)
     def pair(self, weight: Weight, like: jax.ShapeDtypeStruct, length: int) -> Weight:
         """The weight with room for a `Pair` instead of its gradient. `like`: x [B, t, D] between blocks; T is the length."""
         x = jnp.zeros(like.shape, like.dtype)
         wide = jnp.zeros((like.shape[0], length, *weight.value.shape[1:]), like.dtype)
         return Weight(weight.value, Pair(wide, x) if self.row else Pair(x, wide))
 
+    @jax.named_scope(WEIGHTS)
     def fetch(self, stored: Stored) -> Weight:
         """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
         value = stored.value
@@ -136,6 +139,7 @@ class Place:
         """Whether the weight is split over `zero_axes` in a placement."""
         return self.layout.size(*self.zero_axes) > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
 
+    @jax.named_scope(WEIGHTS)
     def give(self, gradient: jax.Array, earlier: jax.Array | None, last: bool, scattered: bool = False) -> jax.Array:
         """Where the float32 gradient of what `fetch` returned goes.
 
@@ -157,6 +161,7 @@ class Place:
         gradient = self.complete(gradient, early)
         return gradient if earlier is None or not summed else gradient + earlier
 
+    @jax.named_scope(WEIGHTS)
     def complete(self, gradient: jax.Array, scattered: bool = False) -> jax.Array:
         """A matrix's gradient in gradient placement, to optimizer placement and summed over all that share the weight."""
         early = scattered or self.sharded("gradient")
@@ -166,6 +171,7 @@ class Place:
             gradient = psum(self.layout, gradient.astype(self.layout.reduce_dtype), *axes).astype(jnp.float32)
         return gradient
 
+    @jax.named_scope(WEIGHTS)
     def finish(self, gradient: jax.Array) -> jax.Array:
         """A gradient at the end of the step, perhaps of all layers: those of vectors summed over devices."""
         return gradient if self.matrix else psum(self.layout, gradient, *self._sum_axes(False))

@@ -16,6 +16,7 @@ import ml_collections
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import problems
 from jaxtrain.plan.study import Plan, study
+from jaxtrain.train.optimizer import STATE_NAMES
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
             yield (("memory.remat_every_blocks", 1),)
         if rows // ways > 1:
             yield (("train.accumulation_steps", config.train.accumulation_steps * 2),)
-    if row in ("master", "adam_m", "adam_v", "optimizer", "gradients", "parameters"):
+    if row in ("master", *STATE_NAMES, "optimizer", "gradients", "parameters"):
         if stage < 3 and mesh["fsdp"] * mesh["sequence"] > 1:
             yield (("sharding.zero_stage", 3),)
         if mesh["data"] > 1:
@@ -123,7 +124,7 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
             yield (("overlap.prefetch", "off"),)
         if config.overlap.double_buffering:
             yield (("overlap.double_buffering", False),)
-    if row in ("adam_m", "adam_v", "master") and "moments" not in config.memory.offload:
+    if row in (*STATE_NAMES, "master") and "moments" not in config.memory.offload:
         yield (("memory.offload", (*config.memory.offload, "moments")),)
     if row == "logits" and config.memory.loss_chunk_tokens > 256:
         yield (("memory.loss_chunk_tokens", config.memory.loss_chunk_tokens // 2),)

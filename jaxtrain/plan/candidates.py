@@ -25,6 +25,7 @@ from jaxtrain.plan import closed_form, compile, roofline
 from jaxtrain.plan.advice import Change
 from jaxtrain.plan.roofline import RATES
 from jaxtrain.remat.activations import KEPT
+from jaxtrain.train.optimizer import STATE_NAMES
 
 POLICIES = ("dots", "mlp", "full")
 ROWS_PER_DEVICE = (1, 2, 4, 8)  # of a microbatch
@@ -132,7 +133,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
         hidden += (1 - exposed) * on_wire
     host = RATES.host * topology.gpu.host_bytes_per_s
     copied = 2 * closed.host.get("activations", 0) * config.train.accumulation_steps / host
-    state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in ("adam_m", "adam_v"))) / host
+    state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in STATE_NAMES)) / host
     return max(compute, hidden, copied) + waited + state
 
 

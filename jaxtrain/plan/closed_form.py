@@ -28,6 +28,7 @@ from jaxtrain.parallel.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims,
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.remat.activations import KEPT
 from jaxtrain.train import optimizer as optimizers
+from jaxtrain.train.optimizer import STATE_NAMES
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
@@ -59,7 +60,7 @@ class ClosedForm:
     @property
     def state(self) -> int:
         """Master weights and optimizer state: what stays between steps."""
-        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", "adam_m", "adam_v", "optimizer"))
+        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", *STATE_NAMES, "optimizer"))
 
     def axis_bytes(self) -> dict[str, int]:
         """Bytes sent per step by mesh axis."""
@@ -136,12 +137,12 @@ def _optimizer_state(config, layout, shapes) -> dict[str, int]:
 def _optimizer_arrays(parameters: Inventory, settings: str) -> list[tuple[str, tuple[int, ...], int, Dims]]:
     """(row, shape, bytes per element, names of dimensions) of each array of the real optimizer's state."""
     abstract, names = parameters.tree("abstract"), parameters.tree("dims")
-    optimizer = optimizers.make(ml_collections.ConfigDict({"optimizer": json.loads(settings)}), names)
+    config = ml_collections.ConfigDict({"optimizer": json.loads(settings)})
+    optimizer = optimizers.make(config, names)
     found: list = []
 
     def note(path, leaf, dims):
-        keys = jax.tree_util.keystr(path)
-        row = "adam_m" if ".mu" in keys else "adam_v" if ".nu" in keys else "optimizer"
+        row = optimizers.state_name(config.optimizer.name, jax.tree_util.keystr(path)) or "optimizer"
         found.append((row, leaf.shape, leaf.dtype.itemsize, dims))
 
     state = jax.eval_shape(optimizer.init, abstract)
@@ -155,7 +156,7 @@ def _offloaded(config, rows, activations) -> dict[str, int]:
     if "master" in offload:
         host["master"] = rows.pop("master")
     if "moments" in offload:
-        host |= {row: rows.pop(row) for row in ("adam_m", "adam_v") if row in rows}
+        host |= {row: rows.pop(row) for row in STATE_NAMES if row in rows}
     if kept := sum(size for name, size in activations.items() if name in offload):
         rows["activations"] -= kept
         host["activations"] = kept

@@ -63,6 +63,7 @@ class Facts:
     own_length: int  # between blocks, under sequence parallelism fewer
     chunk: int  # tokens whose logits exist at one time
     vocab: int  # columns of the head on one device
+    optimizer: str  # its name
     by_key: dict[Key, list[tuple[Leaf, str]]]  # dimensions of one layer -> weights and placements that have them
 
     @property
@@ -147,6 +148,7 @@ def of(program: Program) -> Facts:
         own_length=own,
         chunk=min(config.memory.loss_chunk_tokens, rows * length),
         vocab=vocab // layout.size(*VOCAB_AXES),
+        optimizer=config.optimizer.name,
         by_key=dict(by_key),
     )
 

@@ -10,22 +10,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import linecache
-import pathlib
 import re
 from collections.abc import Mapping
 
+from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
 from jaxtrain.pipeline.schedule import SCOPE
 from jaxtrain.plan import hlo
 from jaxtrain.plan.buffers import DEVICE, HOST, Assignment, Buffer, Node, Value
 from jaxtrain.plan.facts import Facts
 from jaxtrain.remat.activations import ACTIVATIONS
+from jaxtrain.train.optimizer import STATE_NAMES, state_name
 
 # Rows in the order of the page.
 ROWS = {
     "master": "float32 master weights",
-    "adam_m": "Adam m",
-    "adam_v": "Adam v",
+    **STATE_NAMES,
     "optimizer": "other state",
     "parameters": "parameters (working copies)",
     "gradients": "gradients",
@@ -43,8 +42,6 @@ ROWS = {
 }
 _STATE = (  # arguments by name
     (r"\.params\b", "master"),
-    (r"\.mu\b", "adam_m"),
-    (r"\.nu\b", "adam_v"),
     (r"opt_state|^state\.(step|skipped)", "optimizer"),
     (r"^batch|\bbatch\[", "batch"),
 )
@@ -143,7 +140,8 @@ class _Books:
             (v for v in values if v.node.opcode == "parameter" and not _is_inner(v.node.op_name)), values[0] if values else None
         )
         shape, source, op_name = (_shape(first), self.source(first), first.node.op_name) if first else ("", "", "")
-        row = next((row for pattern, row in _STATE if re.search(pattern, op_name)), "other")
+        row = state_name(self.facts.optimizer, op_name) if "opt_state" in op_name else None
+        row = row or next((row for pattern, row in _STATE if re.search(pattern, op_name)), "other")
         if allocation.parameter is None:
             row = "batch" if row == "batch" else "other"
         name = _weight_name(op_name) or (first.node.name if first else "")
@@ -194,36 +192,18 @@ class _Books:
     def source(self, value: Value) -> str:
         """FILE:LINE of the innermost frame inside this package."""
         for frame in self.assignment.stack(value.node.frame):
-            if f"{_PACKAGE}/" in frame.file and not frame.file.endswith(f"{_PACKAGE}/parallel/sharding.py"):
+            if f"{_PACKAGE}/" in frame.file:
                 return f"{_PACKAGE}/{frame.file.rpartition(f'{_PACKAGE}/')[2]}:{frame.line}"
         return ""
 
-    def from_file(self, node: Node, *endings: str, depth: int = 4) -> bool:
-        """Whether one of the innermost frames lies in a file."""
-        return any(frame.file.endswith(endings) for frame in self.assignment.stack(node.frame)[:depth])
-
     def about_weights(self, value: Value) -> bool:
         """Whether the code that a value comes from handles weights and their gradients."""
-        node = self.named(value.node)
-        scopes = {"fetch", "give"} & set(node.op_name.split("/"))
-        return bool(scopes) or self.from_file(node, "parallel/parameters.py", "train/optimizer.py", "train/step.py")
-
-    def activation_name(self, node: Node) -> str:
-        """Which of ACTIVATIONS a value is, by its scope or the source line that names it; "" if none."""
-        if found := [name for name in ACTIVATIONS if f"/{name}/" in f"/{node.op_name}/" or f"({name})" in node.op_name]:
-            return found[-1]
-        for frame in self.assignment.stack(node.frame)[:8]:
-            line = _line(frame.file, frame.line)
-            if found := [name for name in ACTIVATIONS if f'"{name}"' in line]:
-                return found[0]
-            if frame.function.endswith("__call__") and not frame.function.startswith("Norm"):
-                return ""
-        return ""
+        return not {WEIGHTS, OPTIMIZER}.isdisjoint(scopes(self.named(value.node).op_name))
 
     def in_block(self, node: Node) -> str:
         """What a value of the block at work is: the activation's name, or the operation's; and in which pass it is made."""
         node = self.named(node)
-        name, kind = self.activation_name(node) or _operation(node), pass_of(node.op_name)
+        name, kind = activation_name(node) or _operation(node), pass_of(node.op_name)
         return {"forward": name, "recomputed": f"recomputed {name}", "backward": f"{name} (backward)"}[kind]
 
     def written(self, node: Node | None) -> Node | None:
@@ -242,13 +222,13 @@ class _Books:
         return self.made(nodes[node.operands[source.parameter]], into_loops=True) if source.opcode == "parameter" else source
 
     def named(self, node: Node) -> Node:
-        """The instruction itself, or what XLA's own copy, which has no name, is a copy of."""
-        return node if node.op_name else self.made(node)
+        """The instruction itself, or what XLA's own copy, which has no name or that of the whole step, is a copy of."""
+        return node if _says(node) else self.made(node, out_of_loops=True)
 
-    def made(self, node: Node, into_loops: bool = False) -> Node:
+    def made(self, node: Node, into_loops: bool = False, out_of_loops: bool = False) -> Node:
         """Where an array was computed: behind copies, parts of tuples, asynchronous wrappers; a loop's parameter at last.
 
-        into_loops: of what a loop fills part by part, where a part was computed.
+        into_loops: of what a loop fills part by part, where a part was computed; out_of_loops: of what a loop begins with.
         """
         nodes, assignment = self.assignment.nodes, self.assignment
         part = 0  # of a tuple
@@ -258,12 +238,14 @@ class _Books:
                 node, part = nodes[node.operands[0]], node.index
             elif node.opcode == "tuple":
                 node = nodes[node.operands[part]]
-            elif node.opcode in _RESHAPED or node.opcode.endswith("-done"):
+            elif node.opcode in _RESHAPED or node.opcode.endswith("-done") or _is_copy(node):
                 node = nodes[node.operands[0]]
             elif node.opcode == "async-start":
                 node = nodes[assignment.roots[node.called[0]]]
             elif node.opcode == "parameter" and caller and caller.opcode == "async-start":
                 node = nodes[caller.operands[node.parameter]]
+            elif node.opcode == "parameter" and caller and caller.opcode == "while" and out_of_loops:
+                node = nodes[caller.operands[0]]
             elif node.opcode == "while" and into_loops:
                 root = next(r for c in node.called if (r := nodes[assignment.roots[c]]).opcode == "tuple")
                 return self.written(nodes[root.operands[part]]) or node
@@ -314,7 +296,7 @@ def _kept(books: _Books, value: Value):
         return "parameters", f"gathered, of all layers: {written.op_name}"
     if empty:
         return "activations", "not yet filled"
-    name = (written and books.activation_name(written)) or _kept_name(written)
+    name = (written and activation_name(written)) or _kept_name(written)
     # zero_bubble's backward keeps what gradients of weights are products of.
     return "activations", f"for gradients of weights, {name}" if f"/{SCOPE}backward" in source.op_name else name
 
@@ -332,7 +314,7 @@ def _loss(books: _Books, value: Value):
     by_shape = facts.vocab in value.dims and facts.has_tokens(value.dims)
     if weight and not (by_shape and facts.chunk in value.dims):
         return None
-    if by_shape or books.from_file(value.node, "model/loss.py", depth=3):
+    if by_shape or LOSS in scopes(value.node.op_name):
         return "logits", _operation(value.node)
     return None
 
@@ -344,10 +326,12 @@ def _weight(books: _Books, value: Value):
     if letters:  # a product: of tokens, unless its result has no dimension of tokens
         if {"B", "T", "t", "c"} & set(letters[-1]):
             return None
-    elif books.facts.has_tokens(value.dims) and not (found.stacked and found.exact) and not books.about_weights(value):
-        return None
+    elif books.facts.has_tokens(value.dims) and not books.about_weights(value):
+        vector = value.dtype == "f32" and len(value.dims) == 1  # tokens come in rows
+        if not (found.exact and (found.stacked or vector)):
+            return None
     if value.dtype == "f32":
-        updating = value.node.opcode.startswith("copy-") or books.from_file(value.node, "train/optimizer.py", depth=3)
+        updating = value.node.opcode.startswith("copy-") or OPTIMIZER in scopes(value.node.op_name)
         return ("update" if updating else "gradients"), found.names
     return ("parameters" if found.stacked or "whole" not in found.placements else "gathered"), found.names
 
@@ -380,22 +364,43 @@ def _kind(node: Node) -> str:
     return found[0] if found else ""
 
 
-@functools.cache
-def _line(file: str, number: int) -> str:
-    return linecache.getline(file, number) if pathlib.Path(file).is_file() else ""
+def _says(node: Node) -> bool:
+    """Whether an operation's name says more than that it is of the step."""
+    return any(scope not in ("", "shard_map") for scope in scopes(node.op_name))
+
+
+def _is_copy(node: Node) -> bool:
+    return node.opcode == "fusion" and len(node.operands) == 1 and not _says(node)
+
+
+def activation_name(node: Node) -> str:
+    """Which of ACTIVATIONS a value is, by its scope; "" if none."""
+    found = set(scopes(node.op_name)).intersection(ACTIVATIONS)
+    return next((name for name in reversed(ACTIVATIONS) if name in found), "")
 
 
 def _operation(node: Node) -> str:
     """The last parts of where a value comes from, without what every name has."""
-    parts = [part for part in map(_inside, node.op_name.split("/")) if part and part not in _EVERYWHERE]
+    parts = [part for part in scopes(node.op_name) if part and part not in _EVERYWHERE]
     return "/".join(parts[-2:]) or node.opcode or "unknown"
 
 
-_EVERYWHERE = ("shard_map", "closed_call", "body", "while", "forward", "backward", "checkpoint", "rematted_computation")
+_EVERYWHERE = (
+    *("shard_map", "closed_call", "body", "while", "forward", "backward", "checkpoint", "rematted_computation"),
+    *(LOSS, OPTIMIZER, WEIGHTS),
+)
+
+
+@functools.cache
+def scopes(op_name: str) -> tuple[str, ...]:
+    """The scopes of an operation, outermost first, without what jax writes around them: "transpose(jvp(mlp_in))" is "mlp_in".
+
+    Names of functions are "".
+    """
+    return tuple(map(_inside, op_name.split("/")))
 
 
 def _inside(part: str) -> str:
-    """A scope without what jax writes around it: "transpose(jvp(mlp_in))" is "mlp_in"; "" for a function's name."""
     while match := re.fullmatch(r"(jvp|transpose|jit)\((.*)\)", part):
         part = "" if match[1] == "jit" else match[2]
     return part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
@@ -14,14 +15,14 @@ from jaxtrain.plan.report import GIB, LINE_NUMBERS, LINE_TITLES, SHOWN_BUFFERS, 
 from jaxtrain.plan.roofline import ERROR_BAND
 from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
 from jaxtrain.plan.timeline import Span
+from jaxtrain.train.optimizer import STATE_NAMES
 
 WIDTH = 1040  # of drawings, in pixels
 NOTE = 400  # of it for what is written behind a bar
 # State in blues, what a step needs beside it in other hues.
 COLORS = {
     "master": "#1f4e79",
-    "adam_m": "#2f75b5",
-    "adam_v": "#6fa8dc",
+    **dict(zip(STATE_NAMES, itertools.cycle(["#2f75b5", "#6fa8dc"]), strict=False)),
     "optimizer": "#9fc5e8",
     "parameters": "#134f5c",
     "gradients": "#e08e0b",

@@ -24,6 +24,7 @@ from jaxtrain.model.moe.router import nothing
 from jaxtrain.model.vocabulary import padded_size
 from jaxtrain.parallel.collectives import place, psum
 from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device
 from jaxtrain.pipeline import executor as pipeline
 from jaxtrain.pipeline import schedule as pipeline_schedule
@@ -121,6 +122,7 @@ def device_functions(
     def end_of_training(decoder, x, targets, facts):
         return with_routing(end(decoder, x, targets, trained), x[1], facts)
 
+    @jax.named_scope(WEIGHTS)
     def slots(last):
         placement = "optimizer" if last else "gradient"
         shapes = jax.tree.map(lambda a, names: layout.local_shape(names, placement, a.shape), abstract_params, dims)

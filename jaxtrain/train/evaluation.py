@@ -33,12 +33,28 @@ def evaluate(
     if not count:
         return {}
     loss = total / count
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    found = {"eval_loss": loss, "eval_perplexity": perplexity, "eval_targets": count}
+    found = {"eval_loss": loss, "eval_perplexity": _perplexity(loss), "eval_targets": count}
     return found | ({"eval_bits_per_byte": total / math.log(2) / num_bytes} if num_bytes else {})
 
 
-def describe(found: dict[str, float]) -> str:
-    """What `evaluate` returned as one line for the log."""
+def together(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """What `evaluate` returned for each held-out set: over all of them and, where there are several, with _NAME for each."""
+    found = {name: figures for name, figures in found.items() if figures}
+    if len(found) < 2:
+        return next(iter(found.values()), {})
+    count = sum(figures["eval_targets"] for figures in found.values())
+    loss = sum(figures["eval_loss"] * figures["eval_targets"] for figures in found.values()) / count
+    own = {f"{key}_{name}": value for name, figures in found.items() for key, value in figures.items()}
+    return {"eval_loss": loss, "eval_perplexity": _perplexity(loss), "eval_targets": count} | own
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def describe(found: dict[str, float], which: str = "") -> str:
+    """What `evaluate` returned as one line for the log; `which`: of which set."""
+    if not found:
+        return f"held-out loss{which}: no target tokens"
     per_byte = f", {found['eval_bits_per_byte']:.3f} bits per byte" if "eval_bits_per_byte" in found else ""
-    return f"held-out loss {found['eval_loss']:.4f} nats per token, perplexity {found['eval_perplexity']:.4g}{per_byte}"
+    return f"held-out loss{which} {found['eval_loss']:.4f} nats per token, perplexity {found['eval_perplexity']:.4g}{per_byte}"

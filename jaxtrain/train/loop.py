@@ -24,7 +24,8 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
-from jaxtrain.data.loader import Corpus, eval_batches, eval_bytes, load_corpus, train_batches
+from jaxtrain.data.corpus import Corpus, load_corpus
+from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
@@ -35,7 +36,7 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import machine, startup
-from jaxtrain.train.evaluation import describe, evaluate
+from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
 from jaxtrain.train.state import TrainState
@@ -61,7 +62,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 
 def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
     """`run` from where devices are there on, in a workdir that is this run's alone."""
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
     checkpoint = config.checkpoint
@@ -118,9 +119,10 @@ class _Session:
         self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
 
     @functools.cached_property
-    def eval_bytes(self) -> int:
-        """Bytes of text behind the held-out targets, counted at the first evaluation."""
-        return eval_bytes(self.config, self.corpus)
+    def eval_bytes(self) -> dict[str, int]:
+        """Bytes of text behind the targets of each held-out set, counted at the first evaluation."""
+        corpus = self.corpus
+        return {name: eval_bytes(self.config, packed, corpus.tokenizer) for name, packed in corpus.eval.items()}
 
     def train(self, state: TrainState) -> TrainState:
         """All steps that are left; evaluates and saves when due and at the end."""
@@ -209,12 +211,14 @@ class _Session:
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Held-out loss of the weights after `step`."""
-        if self.corpus.eval is None:
-            return
-        batches = eval_batches(self.config, self.corpus, self.program.eval_rows())
-        self.last_eval = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes)
+        sums = {}
+        for name, packed in self.corpus.eval.items():
+            batches = eval_batches(self.config, packed, self.program.eval_rows())
+            sums[name] = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes[name])
+            which = f" of {name}" if len(self.corpus.eval) > 1 else ""
+            log.info("Step %d: %s", step, describe(sums[name], which))
+        self.last_eval = together(sums)
         if self.last_eval:
-            log.info("Step %d: %s", step, describe(self.last_eval))
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
 
@@ -284,8 +288,9 @@ def _compile_step(program: Program) -> tuple[Any, float]:
 
 def _facts(config, corpus: Corpus) -> dict[str, Any]:
     """What must not change between a checkpoint and its continuation: with it, batch and dropout of each step would."""
+    prints = corpus.fingerprints  # of one source as earlier versions wrote it
     return {
-        "data_fingerprint": corpus.fingerprint,
+        "data_fingerprint": prints if len(prints) > 1 else next(iter(prints.values())),
         "data.global_batch_rows": config.data.global_batch_rows,
         "data.seq_len_tokens": config.data.seq_len_tokens,
         "train.seed": config.train.seed,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,33 @@ import ml_collections
 import optax
 
 from jaxtrain.parallel.parameters import MATRICES
+from jaxtrain.parallel.scopes import OPTIMIZER
 from jaxtrain.parallel.sharding import is_dims
 from jaxtrain.remat.activations import STATE_GROUPS
 from jaxtrain.remat.policy import on_device
+
+STACKED = ("layers", "experts")  # dimensions that count weights: each layer's and each expert's is one by itself
+ROWS = ("embed", "expert_embed", "latent", "lookup")  # dimensions that are the rows of a matrix; its columns are the others
+# Arrays of optimizer states: key of a row in reports -> its name there.
+STATE_NAMES = {
+    "adam_m": "Adam m",
+    "adam_v": "Adam v",
+    "lion_m": "Lion m",
+    "muon_m": "Muon momentum",
+    "sgd_m": "SGD momentum",
+    "adafactor_rc": "Adafactor rows and columns",
+    "adafactor_v": "Adafactor v of vectors",
+}
+_ADAM = ((r"\.mu\b", "adam_m"), (r"\.nu\b", "adam_v"))
+# Update rule -> (pattern of an array's path in its state, key of STATE_NAMES), the first that matches.
+_STATE_ARRAYS = {
+    "adamw": _ADAM,
+    "lion": ((r"\.mu\b", "lion_m"),),
+    "muon": ((r"\['muon'\].*\.mu\b", "muon_m"), *_ADAM),
+    "sgd": ((r"\.trace\b", "sgd_m"),),
+    "adafactor": ((r"\.(rows|columns)\b", "adafactor_rc"), (r"\.vectors\b", "adafactor_v")),
+}
+_REPLICATED = ("ns_coeffs",)  # arrays of optimizer states that belong to no weight: Muon's polynomial
 
 
 def learning_rate(config: ml_collections.ConfigDict, steps_done: int) -> float:
@@ -59,8 +84,7 @@ def make(config: ml_collections.ConfigDict, dims: Any) -> optax.GradientTransfor
         "adamw": lambda: adam,
         "lion": lambda: optax.scale_by_lion(b1=c.b1, b2=c.b2),
         "sgd": lambda: optax.trace(decay=c.momentum) if c.momentum else optax.identity(),
-        # As Shazeer & Stern 2018, without momentum and without scaling by the weight's own size.
-        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        "adafactor": lambda: _adafactor(dims),
         "muon": lambda: _muon(c, adam, dims),
     }
     decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix(dims)) if c.weight_decay else optax.identity()
@@ -72,13 +96,81 @@ def is_matrix(dims: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES, dims, is_leaf=is_dims)
 
 
+def state_name(optimizer: str, path: str) -> str | None:
+    """The key of STATE_NAMES of an array of an update rule's state, by its path as text; None for counters."""
+    return next((key for pattern, key in _STATE_ARRAYS[optimizer] if re.search(pattern, path)), None)
+
+
+def _matrix_axes(path: tuple, names: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Axes of an array that are the rows and the columns of its matrices: [L, D, N, H] is L matrices of D x NH.
+
+    None for vectors: weights that do not multiply, whatever their rank.
+    """
+    own = [axis for axis, name in enumerate(names) if name not in STACKED]
+    if path[-1].key not in MATRICES or len(own) < 2:
+        return None
+    rows = next((axis for axis in own if names[axis] in ROWS), own[0])
+    return (rows,), tuple(axis for axis in own if axis != rows)
+
+
+class AdafactorState(NamedTuple):
+    """Means of squared gradients: of matrices over their columns and over their rows, of vectors the squares themselves."""
+
+    count: jax.Array
+    rows: Any  # nested dicts like the weights'; what a weight does not have is an empty node
+    columns: Any
+    vectors: Any
+
+
+def _adafactor(dims: Any) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018, algorithms 4 to 6) without momentum and without scaling by the weight's own size.
+
+    Second moments of a matrix are the product of its rows' and its columns' means; their decay at update t is 1 - t^-0.8.
+    An update whose root mean square is above 1 is scaled down to 1. Both are of each layer's and each expert's weight alone.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(dims, is_leaf=is_dims)
+    matrices = [_matrix_axes(path, names) for path, names in flat]
+    # A weight's own axes; one number per layer is one vector.
+    own = [tuple(i for i, name in enumerate(d) if name not in STACKED) or tuple(range(len(d))) for _, d in flat]
+
+    def means(squares, axes):
+        if axes is None:
+            return optax.MaskedNode(), optax.MaskedNode(), squares
+        rows, columns = axes
+        return squares.mean(columns), squares.mean(rows), optax.MaskedNode()
+
+    def state(count, moments):
+        return AdafactorState(count, *(tree.unflatten(leaves) for leaves in zip(*moments, strict=True)))
+
+    def init(params):
+        leaves = tree.flatten_up_to(params)
+        return state(jnp.zeros((), jnp.int32), [means(jnp.zeros_like(p), a) for p, a in zip(leaves, matrices, strict=True)])
+
+    def one(gradient, axes, own, decay, *moments):
+        new = means(jnp.square(gradient) + 1e-30, axes)
+        new = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, moments, new)
+        if axes is None:
+            update = gradient * jax.lax.rsqrt(new[2])
+        else:
+            rows, columns = jnp.expand_dims(new[0], axes[1]), jnp.expand_dims(new[1], axes[0])
+            update = gradient * jax.lax.rsqrt(rows / rows.mean(axes[0], keepdims=True)) * jax.lax.rsqrt(columns)
+        return update / jnp.maximum(1.0, jnp.sqrt(jnp.square(update).mean(own, keepdims=True))), new
+
+    def update(updates, old, params=None):
+        decay = 1.0 - (old.count + 1).astype(jnp.float32) ** -0.8
+        trees = (tree.flatten_up_to(t) for t in (updates, old.rows, old.columns, old.vectors))
+        done = [one(g, a, o, decay, *moments) for g, *moments, a, o in zip(*trees, matrices, own, strict=True)]
+        return tree.unflatten([u for u, _ in done]), state(old.count + 1, [new for _, new in done])
+
+    return optax.GradientTransformation(init, update)
+
+
 def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims: Any) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for matrices inside blocks; Adam for tables, head, scales and biases.
 
     Orthogonal updates are scaled by 0.2 * sqrt(max(rows, columns)) to Adam's size (Liu et al. 2025, section 2.2), so
     that one learning rate and decay serve both.
     """
-    outputs = {"heads", "kv_heads", "head_dim", "mlp", "routes", "latent_out"}
 
     def in_block(path, names):
         return path[-1].key == "kernel" and names[0] == "layers"
@@ -86,9 +178,7 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
     def numbers(path, names):
         if not in_block(path, names):
             return optax.MaskedNode()  # what optax.partition puts in the places of other rules
-        rows = tuple(i for i, name in enumerate(names) if name in ("embed", "expert_embed", "latent"))
-        columns = tuple(i for i, name in enumerate(names) if name in outputs)
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
+        return optax.contrib.MuonDimensionNumbers(*_matrix_axes(path, names))
 
     specs = jax.tree_util.tree_map_with_path(numbers, dims, is_leaf=is_dims)
     labels = jax.tree_util.tree_map_with_path(lambda *a: "muon" if in_block(*a) else "adam", dims, is_leaf=is_dims)
@@ -112,6 +202,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
     that the device never holds those of all.
     """
 
+    @jax.named_scope(OPTIMIZER)
     def update(optimizer, finite, rate, grads, params, state):
         updates, new_state = optimizer.update(grads, state, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
@@ -126,6 +217,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
     def is_tree(node):
         return isinstance(node, dict) and set(node) <= names
 
+    @jax.named_scope(OPTIMIZER)
     def one_by_one(finite, rate, grads, params, state):
         done, before = (params, state), finite
         for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -158,23 +250,32 @@ def _replaced(tree: Any, keys: list[str], leaf: Any) -> Any:
 
 
 def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) -> Any:
-    """Tree like the optimizer's state: dimension names of leaves shaped like their weight, None for all other leaves.
+    """Tree like the optimizer's state, of dimension names: it is sharded as the weights that it belongs to.
 
-    Other leaves are step counts and Adafactor's factored statistics, which are small and kept whole.
+    Arrays like a weight have its dimensions, Adafactor's means those that they are not taken over; counters have none.
+
+    Raises ValueError for any other array: it would be whole on every device in silence.
     """
 
     def path_of(path):
         return tuple(getattr(key, "key", None) for key in path)
 
-    leaves, names = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(dims, is_leaf=is_dims)
-    weights = {path_of(path): (leaf.shape, d) for (path, leaf), d in zip(leaves, names, strict=True)}
+    leaves, named = jax.tree.leaves(params), jax.tree_util.tree_flatten_with_path(dims, is_leaf=is_dims)[0]
+    weights = {path_of(path): (path, leaf.shape, names) for leaf, (path, names) in zip(leaves, named, strict=True)}
 
     def find(path, leaf):
-        keys = path_of(path)  # a moment's path ends with its weight's
-        for start in range(len(keys)):
-            shape, d = weights.get(keys[start:], (None, None))
-            if shape == leaf.shape:
-                return d
-        return (None,) * leaf.ndim
+        keys, field = path_of(path), next((key.name for key in reversed(path) if hasattr(key, "name")), None)
+        if not leaf.shape or field in _REPLICATED:
+            return (None,) * leaf.ndim
+        for start in range(len(keys)):  # a moment's path ends with its weight's
+            if keys[start:] in weights:
+                path_of_weight, shape, names = weights[keys[start:]]
+                rows, columns = _matrix_axes(path_of_weight, names) or ((), ())
+                over = {"rows": columns, "columns": rows}.get(field, ())
+                kept = [axis for axis in range(len(shape)) if axis not in over]
+                if leaf.shape == tuple(shape[axis] for axis in kept):
+                    return tuple(names[axis] for axis in kept)
+        where, shape = jax.tree_util.keystr(path), tuple(leaf.shape)
+        raise ValueError(f"optimizer state {where} {shape} is like no weight: `state_dims` must know how to shard it")
 
     return jax.tree_util.tree_map_with_path(find, jax.eval_shape(optimizer.init, params))

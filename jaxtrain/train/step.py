@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.loss import LossSums
+from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -70,6 +71,7 @@ def _replace(weights: Any, fetched: Any) -> tuple[Any, Any]:
     return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
 
 
+@jax.named_scope(WEIGHTS)
 def mean(sums: LossSums, gradients: Any) -> Any:
     """Gradients (or their norm) of the mean loss per target; zero for a batch without targets."""
     share = 1.0 / jnp.maximum(sums.targets, 1.0)
@@ -90,7 +92,8 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
         finite = jnp.isfinite(norm)
         if clip_norm:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
-            grads = jax.tree.map(lambda g: g * scale, grads)
+            with jax.named_scope(WEIGHTS):
+                grads = jax.tree.map(lambda g: g * scale, grads)
         params, opt_state = update(finite, learning_rate, grads, state.params, state.opt_state)
         params, extra = routed(params, sums, finite) if routed else (params, {})
         skip = 1 - finite.astype(jnp.int32)

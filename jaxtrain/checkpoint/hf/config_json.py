@@ -102,7 +102,8 @@ def model_section(config: Mapping[str, Any], where: str = NAME) -> tuple[Family,
             raise ConfigError([f"{where}: {key}: quantized weights ({method}) cannot be read; use an unquantized folder"])
     model, problems = _read_keys(config, family)
     only = ONLY | dict(family.only)
-    known = {*HARMLESS, *only, *(key.theirs for key in family.keys), *family.harmless}
+    known = {*HARMLESS, *only, *family.harmless}
+    known |= {name for key in family.keys for name in (key.theirs, key.alias)}
     known |= {*(ROPE_KEYS if family.rope_theta else ()), *(PATTERNS[family.windows][0] if family.windows else ())}
     for key, allowed in only.items():
         if config.get(key) is not None and config[key] not in allowed:
@@ -145,10 +146,12 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
         found = _write_keys(model, family)
         differences[family] = _differences(model, family, found) if found else ["sizes"]
         if not differences[family]:
-            harmless = HARMLESS | set(family.harmless)
-            kept = {key: value for key, value in carried.items() if key in harmless or key.startswith("_")}
+            kept = {key: value for key, value in carried.items() if value is not None and key not in ROPE_KEYS}
+            if carried and _counting(model_section(carried)[1]) != _counting(model.to_dict()):
+                harmless = HARMLESS | set(family.harmless)
+                kept = {key: value for key, value in kept.items() if key in harmless or key.startswith("_")}
             names = {"architectures": [family.architecture], "model_type": family.model_type}
-            return kept | names | found | {"torch_dtype": dtype, "dtype": dtype}
+            return names | found | kept | {"torch_dtype": dtype, "dtype": dtype}
     nearest = min(differences, key=lambda family: len(differences[family]))
     raise ConfigError(
         [
@@ -156,6 +159,26 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
             f"{nearest.architecture}, which differs in: {'; '.join(differences[nearest])}"
         ]
     )
+
+
+def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
+    """Settings of the data section that a folder determines: its tokenizer, and whether documents begin with BOS."""
+    path = pathlib.Path(folder)
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return {}
+    facts, rules = ({}, {})
+    try:
+        facts = json.loads((path / "tokenizer_config.json").read_text())
+        rules = json.loads((path / "tokenizer.json").read_text()).get("post_processor") or {}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError([f"{path}: tokenizer_config.json or tokenizer.json cannot be read as JSON: {error}"]) from error
+    bos = facts.get("bos_token")
+    bos = bos["content"] if isinstance(bos, dict) else bos
+    steps = [rules, *rules.get("processors", ())]
+    first = [step["single"][0].get("SpecialToken", {}).get("id") for step in steps if step.get("single")]
+    return {"tokenizer": str(folder), "add_bos": bool(bos and facts.get("add_bos_token", bos in first))}
 
 
 def settings_that_count(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +191,9 @@ def _read_keys(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any
     model: dict[str, Any] = {}
     problems = []
     for key in family.keys:
-        value = config.get(key.theirs)
+        value = config.get(key.theirs, config.get(key.alias))
+        if key.alias in config and config[key.alias] != value:
+            problems.append(f"{key.theirs}: {value!r}, but {key.alias} is {config[key.alias]!r}; they must agree")
         if value is None and not (key.null and key.theirs in config):
             if key.default is REQUIRED:
                 problems.append(f"{key.theirs}: is missing; {family.architecture} needs it")
@@ -192,7 +217,8 @@ def _read_keys(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any
 def _write_keys(model: ml_collections.ConfigDict, family: Family) -> dict[str, Any]:
     """Keys of a family for a model section, whatever it can say; {} if a setting has a value that it has no word for."""
     try:
-        found = {key.theirs: key.write(model[key.settings[0]]) for key in family.keys} | family.underive(model)
+        names = [(name, key) for key in family.keys for name in (key.theirs, key.alias) if name]
+        found = {name: key.write(model[key.settings[0]]) for name, key in names} | family.underive(model)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return {}
     if family.rope_theta:
@@ -202,11 +228,15 @@ def _write_keys(model: ml_collections.ConfigDict, family: Family) -> dict[str, A
 
 def _differences(model: ml_collections.ConfigDict, family: Family, found: dict[str, Any]) -> list[str]:
     """Settings that would be read back with another value."""
-    defaults = {key: setting.default for key, setting in SETTINGS["model"].items()}
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     try:
-        back = defaults | model_section(names | found)[1]
+        theirs = _counting(model_section(names | found)[1])
     except ConfigError as error:
         return error.problems
-    ours, theirs = settings_that_count(model.to_dict()), settings_that_count(back)
-    return [f"model.{key}={value!r} ({back[key]!r} there)" for key, value in ours.items() if theirs.get(key) != value]
+    ours = _counting(model.to_dict())
+    return [f"model.{key}={value!r} ({theirs.get(key)!r} there)" for key, value in ours.items() if theirs.get(key) != value]
+
+
+def _counting(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings_that_count` of a section in which defaults may be left out."""
+    return settings_that_count({key: setting.default for key, setting in SETTINGS["model"].items()} | dict(model))

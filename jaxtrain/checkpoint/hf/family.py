@@ -27,6 +27,7 @@ class Key:
       default: what the reference implementation takes for a key that is absent or null: a value in its own words, or a function
         of the whole config.json.
       null: whether null is a value of its own (a cap or window that is off), and not an absent key.
+      alias: another name of the key, of other versions; both are written, and must agree where both are there.
       read, write: their value -> ours, and back. `read` raises KeyError for a value that has no counterpart.
     """
 
@@ -34,6 +35,7 @@ class Key:
     ours: str
     default: Any = REQUIRED
     null: bool = False
+    alias: str = ""
     read: Callable[[Any], Any] = _same
     write: Callable[[Any], Any] = _same
 
@@ -53,7 +55,7 @@ def choice(theirs: str, ours: str, default: Any = REQUIRED, **names: str) -> Key
 
 def or_null(theirs: str, ours: str, default: Any) -> Key:
     """A number that null turns off; ours is 0 then."""
-    return Key(theirs, ours, default, True, lambda value: value or 0, lambda value: value or None)
+    return Key(theirs, ours, default, True, read=lambda value: value or 0, write=lambda value: value or None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from jaxtrain.model.products import Product
 from jaxtrain.parallel.collectives import index
 from jaxtrain.parallel.parameters import Weight
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.remat.policy import name, named
+from jaxtrain.remat.policy import named
 
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
 Settings = tuple[Sizes, Activation, Product]  # static
@@ -66,10 +66,10 @@ class Experts(nnx.Module):
         tokens, k = rows * length, model.experts_per_token
         s = sizes(self.layout, tokens, k, model.num_experts, *self.exchange, largest)
         linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
-        weights = [(linear.kernel.get_value(), linear.bias and linear.bias.get_value()) for linear in linears]
+        weights = [(linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()) for linear in linears]
         settings = s, Activation(model.mlp, model.swiglu_limit), self.product
         with jax.named_scope("experts"):
-            found = name(plan(routes.experts.reshape(tokens, k), s), "routes")
+            found = named("routes", plan, routes.experts.reshape(tokens, k), s)
             y = _run(settings, x.reshape(tokens, width), routes.weights.reshape(tokens, k), weights, found)
         return y.reshape(x.shape)
 
@@ -179,7 +179,7 @@ def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Block
     rows, gates = rows_of(x, r, s, of_token=True), rows_of(gates.reshape(-1), r, s, of_token=False)
     rows, counts = jax.lax.optimization_barrier((rows, counts))  # blocks are made while rows travel
     arrived = named("expert_in", lambda: (swap(rows, s), swap(gates, s)))
-    return *arrived, name(blocks_of(counts, number, s), "routes")
+    return *arrived, named("routes", blocks_of, counts, number, s)
 
 
 def _hidden(settings, weights, arrived) -> list[jax.Array]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain.model.layers import gather_positions, own_positions, read, shared_by_tensor, vector, weight
 from jaxtrain.parallel.collectives import all_gather, psum
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.remat.policy import name
+from jaxtrain.remat.policy import named
 
 
 class Routing(NamedTuple):
@@ -138,7 +138,7 @@ def choose(
         taken = jax.lax.top_k(best, model.router_top_groups)[1]
         inside = jax.nn.one_hot(taken, model.router_groups, dtype=jnp.int32).sum(-2) > 0
         wanted = jnp.where(inside[..., None], groups, -jnp.inf).reshape(wanted.shape)
-    experts = name(jax.lax.top_k(wanted, model.experts_per_token)[1], "routes")
+    experts = named("routes", lambda: jax.lax.top_k(wanted, model.experts_per_token)[1])
     weights = jnp.take_along_axis(scores, experts, -1)
     if model.router_renormalize:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxtrain.checkpoint.hf.families.llama import ENDS, MLP, MLP_SIZE, NORM, NORMS, SILU, SIZES, UNTIED, gated, query_heads
 from jaxtrain.checkpoint.hf.families.qwen3_moe import EXPERTS
-from jaxtrain.checkpoint.hf.family import Family, Key, Tensor, choice
+from jaxtrain.checkpoint.hf.family import Family, Key, Tensor, choice, or_null
 
 LAYER = "model.layers.{layer}"
 ATTENTION = f"{LAYER}.self_attn"
@@ -62,10 +62,10 @@ FAMILY = Family(
         *(*SIZES, *MLP_SIZE, *SILU, *NORM, *UNTIED),
         Key("num_key_value_heads", "num_kv_heads", query_heads),
         Key("qk_rope_head_dim", "qk_rope_head_dim"),
-        Key("q_lora_rank", "q_lora_rank", 1536, True, lambda rank: rank or 0, lambda rank: rank or None),
+        or_null("q_lora_rank", "q_lora_rank", 1536),
         Key("kv_lora_rank", "kv_lora_rank"),
         Key("v_head_dim", "v_head_dim"),
-        Key("n_routed_experts", "num_experts"),
+        Key("n_routed_experts", "num_experts", alias="num_local_experts"),
         Key("num_experts_per_tok", "experts_per_token"),
         Key("moe_intermediate_size", "expert_mlp_dim"),
         Key("n_shared_experts", "num_shared_experts", 1),

@@ -61,5 +61,5 @@ FAMILY = Family(
         *("summary_proj_to_labels", "summary_first_dropout"),
     ),
     prefixes=("transformer.", ""),
-    ignored=(r".*attn\.(masked_)?bias",),
+    ignored=(r".*\.attn\.(masked_)?bias",),
 )

@@ -14,7 +14,7 @@ FAMILY = Family(
         *(*SIZES, *HEADS, *SILU, *UNTIED),
         Key("rms_norm_eps", "norm_eps", 1e-5),
         Key("intermediate_size", "expert_mlp_dim"),
-        Key("num_local_experts", "num_experts"),
+        Key("num_local_experts", "num_experts", alias="num_experts"),
         Key("num_experts_per_tok", "experts_per_token"),
     ),
     tensors=ENDS,

@@ -20,7 +20,7 @@ FAMILY = Family(
     keys=(
         *(*SIZES, *HEADS, *SILU, *NORM, *UNTIED, *llama.ATTENTION_BIAS),
         Key("intermediate_size", "mlp_dim", 6144),
-        Key("num_experts", "num_experts"),
+        Key("num_experts", "num_experts", alias="num_local_experts"),
         Key("num_experts_per_tok", "experts_per_token"),
         Key("moe_intermediate_size", "expert_mlp_dim"),
         Key("norm_topk_prob", "router_renormalize", False),
