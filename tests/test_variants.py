@@ -1,4 +1,4 @@
-"""Ways to vary a block, on meshes: parallel blocks, kinds of layers, sinks, experts with biases.."""
+"""Ways to vary a block, on meshes: parallel blocks, kinds of layers, sinks, experts with biases."""
 
 import pytest
 from layouts import gradients
