@@ -399,6 +399,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "num_steps": Setting(300, "Optimizer steps of the whole run.", low=1),
         "seed": Setting(0, "Initial weights and dropout.", low=0, high=2**32 - 1),
         "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
+        "frozen": Setting(
+            (),
+            "Weights that are not trained, by patterns of their dotted names in checkpoints (blocks.mlp.*, embedder.*): "
+            "no gradient, no moments. Each must match some.",
+        ),
         "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
         "balance_loss": Setting(
             0.0, "Weight of the balancing loss of experts, which is 1 in each layer when balanced.", low=0.0

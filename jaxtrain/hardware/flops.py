@@ -38,7 +38,8 @@ def step_flops(inventory: Any, tokens: int, seq_len: int, *, causal: bool = True
     Args:
       inventory: the model's `jaxtrain.model.inventory.Inventory`.
     """
-    return 6.0 * inventory.multiplied_count * tokens + attention_flops(inventory.model, tokens, seq_len, causal)
+    products = 4.0 * inventory.multiplied_count + 2.0 * inventory.trained_count  # frozen weights have no gradient
+    return products * tokens + attention_flops(inventory.model, tokens, seq_len, causal)
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak_flops: float | None) -> float | None:

@@ -150,7 +150,7 @@ def _columns_backward(equation, layout, product, residuals, gs):
         dx, x = product_scatter(layout, multiply, gs, beside=x)
     else:
         dx = scatter_positions(layout, multiply(*gs))
-        if weights[0].later:
+        if any(w.later for w in weights):
             return dx, [w.gradient(Pair(x, g)) for g, w in zip(gs, weights, strict=True)]
         x = gather_positions(layout, x)
     grads = [product(weigh, x, g, jnp.float32, gradient=1) for g in gs]

@@ -67,7 +67,7 @@ def _forward(x, head, targets, layout, settings):
 @jax.named_scope(LOSS)
 def _backward(layout, settings, residuals, g):
     head, dx, dhead = residuals
-    return (dx * g.objective).astype(dx.dtype), head.gradient(dhead * g.objective), None
+    return (dx * g.objective).astype(dx.dtype), head.gradient(None if dhead is None else dhead * g.objective), None
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -91,11 +91,12 @@ def _run(x, head, targets, layout, settings, with_gradients):
         if with_gradients:
             dlogits = dlogits.astype(x.dtype)
             dx = jnp.einsum("cv,dv->cd", dlogits, matrix)  # of this device's part of the vocabulary
-            dhead = dhead + jnp.einsum("cd,cv->dv", x, dlogits, preferred_element_type=jnp.float32)
+            if dhead is not None:
+                dhead = dhead + jnp.einsum("cd,cv->dv", x, dlogits, preferred_element_type=jnp.float32)
         return (objective + chunk_objective, nll + chunk_nll, dhead), dx
 
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros(matrix.shape, jnp.float32) if with_gradients else None)
+    start = (zero, zero, jnp.zeros(matrix.shape, jnp.float32) if with_gradients and head.slot is not None else None)
     (objective, nll, dhead), dx = jax.lax.scan(one, start, (xs, ys))
     sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32))
     if not with_gradients:

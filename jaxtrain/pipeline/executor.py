@@ -282,7 +282,7 @@ def _complete(places, sums):
     """Sums over microbatches summed over devices."""
 
     def one(path, place, sums):
-        if not place.matrix:
+        if sums is None or not place.matrix:
             return sums
         return jax.lax.map(place.complete, sums) if path[0].key == "blocks" else place.complete(sums)
 

@@ -115,7 +115,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     """
     m, tokens = config.model, config.data.global_batch_rows * config.data.seq_len_tokens
     attention = flops.attention_flops(m, tokens, config.data.seq_len_tokens)
-    products = flops.step_flops(inventory.of_model(m), tokens, config.data.seq_len_tokens) - attention
+    products = flops.step_flops(inventory.of_model(m, config.train.frozen), tokens, config.data.seq_len_tokens) - attention
     parameters, share = recomputed(config)
     peak = topology.gpu.bf16_flops * topology.size
     compute = (products + 2 * parameters * tokens) / (RATES.product * peak)
