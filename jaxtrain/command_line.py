@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pathlib
 import sys
 from collections.abc import Sequence
 
 import ml_collections
 
 from jaxtrain import config as configs
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, values
 from jaxtrain.config.validate import problems
 from jaxtrain.errors import UserError
 
@@ -60,6 +62,66 @@ def split_overrides(rest: Sequence[str]) -> tuple[list[tuple[str, str]], list[st
             unknown.append(f"{key}: no value; write {key}=VALUE")
         position += 1
     return overrides, unknown
+
+
+def require_ranges(*flags: tuple[str, float, float, float | None]) -> None:
+    """Raises ConfigError for flags out of range.
+
+    Args:
+      flags: name, value, lowest and highest value of each; None: the highest that is finite and, for an int, has 32 bits.
+    """
+    wrong = []
+    for name, value, low, high in flags:
+        most = (values.LARGEST_INT if isinstance(value, int) else sys.float_info.max) if high is None else high
+        if not low <= value <= most:
+            also = f" and at most {most}" if value > low else ""
+            wrong.append(f"{name}: must be at least {low}{also}, got {values.shown(value)}")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def folder(flag: str, text: str | os.PathLike) -> pathlib.Path:
+    """The path of a folder that a flag names, with ~ expanded; it need not exist. Raises ConfigError where it cannot be one."""
+    text, problem = os.fspath(text), ""
+    path = pathlib.Path(text)
+    if not text.strip() or "\0" in text:
+        problem = "contains a NUL character" if text.strip() else "is empty"
+    else:
+        try:
+            path = path.expanduser()
+            there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+            if not there.is_dir():
+                problem = f"{there} is not a folder"
+            else:
+                path.absolute().stat()
+        except (FileNotFoundError, PermissionError):
+            pass  # it will be made, or the attempt will say more
+        except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, half a character
+            problem = str(getattr(error, "strerror", "") or error)
+    if problem:
+        raise ConfigError([f"{flag}={text[:200]}: {problem.rstrip('.')}; name a folder"])
+    return path
+
+
+def writable(flag: str, text: str) -> pathlib.Path:
+    """The path of a file that a flag names, checked before the work whose result goes there; ~ is expanded.
+
+    Raises ConfigError where it cannot be a file, UserError where it cannot be written.
+    """
+    path = pathlib.Path(text)
+    if not path.name:
+        raise ConfigError([f"{flag}={text}: name a file"])
+    path = folder(flag, path.parent) / path.name
+    try:
+        made = not path.exists()
+        path.open("ab").close()
+        if made:
+            path.unlink()
+    except IsADirectoryError:
+        raise ConfigError([f"{flag}={text}: is a folder; name a file"]) from None
+    except OSError as error:
+        raise UserError(f"{flag}={text}: cannot be written: {error.strerror or error}") from error
+    return path
 
 
 def command(function, arguments: Sequence[str] | None = None) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import VOCAB, batch, config, host, program
 
-from jaxtrain.generate import pick, sample
 from jaxtrain.model.layer_spec import layer_specs, ropes
 from jaxtrain.parallel.parameters import Stored
+from jaxtrain.train.sampling import Sampling, pick, sample
 
 
 def test_causal_and_within_documents_by_gradient():
@@ -79,7 +79,7 @@ def test_cached_sampling_equals_the_full_forward(changes):
     p = program(config(data__global_batch_rows=2, **changes))
     params = p.init(0).params
     prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 4)).astype(np.int32)
-    got = sample(p, params, prompt, 8, jax.random.key(0), temperature=0.0)
+    got = sample(p, params, prompt, jax.random.key(0), Sampling(8, temperature=0.0))
     rows = np.zeros((2, 16), np.int32)
     rows[:, :4] = prompt
     for length in range(4, 12):
@@ -98,7 +98,7 @@ def test_sampling_settings():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 0)
 
     def shares(**settings):
-        ids = np.asarray(pick(logits, jax.random.key(0), **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings)))
+        ids = np.asarray(pick(logits, jax.random.key(0), Sampling(**{"temperature": 1.0} | settings)))
         return np.bincount(ids, minlength=4) / len(ids)
 
     np.testing.assert_allclose(shares(), [0.5, 0.3, 0.15, 0.05], atol=0.03)
@@ -112,7 +112,7 @@ def test_sampling_settings():
 def test_sampling_beyond_the_longest_context_is_refused():
     split = program(config(mesh__tensor=2))
     with pytest.raises(ValueError, match="without sharding.sequence_parallel"):
-        sample(split, split.init(0).params, np.zeros((1, 2), np.int32), 2, jax.random.key(0))
+        sample(split, split.init(0).params, np.zeros((1, 2), np.int32), jax.random.key(0), Sampling(2))
     p = program(config(model__max_len_tokens=16))
     with pytest.raises(ValueError, match="20 tokens exceed model.max_len_tokens=16"):
-        sample(p, p.init(0).params, np.zeros((1, 10), np.int32), 10, jax.random.key(0))
+        sample(p, p.init(0).params, np.zeros((1, 10), np.int32), jax.random.key(0), Sampling(10))

@@ -360,6 +360,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "byte",
             "byte (ids 0..255 are bytes, 256 is BOS, 257 is EOS), or a tokenizer.json or its folder, a SentencePiece .model, a "
             ".tiktoken file; package:NAME/FILE is a file of an installed Python package.",
+            location=True,
         ),
         "bos_token": Setting("", "Text of the token that begins a document; empty: the tokenizer's own."),
         "eos_token": Setting("", "Text of the token that ends a document; empty: the tokenizer's own."),
