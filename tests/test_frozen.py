@@ -10,7 +10,7 @@ from tiny import assert_close, batch, config, host, program
 
 from jaxtrain.config import ConfigError
 from jaxtrain.model import inventory
-from jaxtrain.plan.closed_form import closed_form
+from jaxtrain.plan.predict.closed_form import closed_form
 
 FROZEN = ("embedder.*", "blocks.mlp.*", "blocks.attention.key.kernel", "*_norm.scale")
 PIPELINE = dict(model__num_layers=4, train__accumulation_steps=2, pipeline__schedule="zero_bubble")
