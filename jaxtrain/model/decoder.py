@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.model import rope
+from jaxtrain.model import layer_spec, rope
 from jaxtrain.model.attention.block import Attention, Cache, Layer, Rows
 from jaxtrain.model.attention.latent import LatentAttention
 from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
-from jaxtrain.model.layer_spec import layer_specs
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
 from jaxtrain.model.moe.layer import Moe
@@ -257,9 +256,13 @@ class Decoder(nnx.Module):
             self.remat,
             self.prefetch,
         )
-        specs = layer_specs(self.model)
+        specs = layer_spec.layer_specs(self.model)
         windows, ropes = (jnp.asarray([getattr(spec, key) for spec in specs], jnp.int32) for key in ("window", "rope"))
-        return blocks, nnx.to_pure_dict(variables), Layer(numbers, windows[numbers], ropes[numbers])
+        return (
+            blocks,
+            nnx.to_pure_dict(variables),
+            Layer(numbers, windows[numbers], ropes[numbers] if len(layer_spec.ropes(self.model)) > 1 else None),
+        )
 
     def after(self) -> tuple[dict, dict]:
         """Weights that are used after the blocks, "norm" and "head", and their places."""

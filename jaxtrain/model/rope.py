@@ -62,9 +62,9 @@ def temperature(model: ml_collections.ConfigDict, rope: Rope) -> float:
 
 
 def tables(positions: jax.Array, model: ml_collections.ConfigDict) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [R, B, T, H/2] float32 of the model's R rotary embeddings."""
+    """cos and sin float32 of the model's rotary embeddings: [B, T, H/2] of one, [R, B, T, H/2] of several."""
     found = [table(positions, model, rope) for rope in ropes(model)]
-    return tuple(found[0][i][None] if len(found) == 1 else jnp.stack([one[i] for one in found]) for i in (0, 1))
+    return found[0] if len(found) == 1 else tuple(jnp.stack(both) for both in zip(*found, strict=True))
 
 
 def table(positions: jax.Array, model: ml_collections.ConfigDict, rope: Rope | None = None) -> tuple[jax.Array, jax.Array]:

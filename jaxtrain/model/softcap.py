@@ -13,4 +13,5 @@ def capped(x: jax.Array, cap: float, scale: float = 1.0) -> tuple[jax.Array, jax
     if not cap:
         return x, scale
     x = cap * jnp.tanh(x / cap)
-    return x, scale * (1.0 - (x / cap) ** 2)
+    slope = 1.0 - (x / cap) ** 2
+    return x, slope if scale == 1.0 else scale * slope

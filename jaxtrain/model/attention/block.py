@@ -32,12 +32,12 @@ class Rows:
     segments: jax.Array  # [B, T] document numbers, 0 padding
     index: jax.Array  # [T] places in the row
     key_segments: jax.Array  # [B, S] those of the whole row, in the order in which devices hold them
-    rope: tuple[jax.Array, jax.Array] | None  # cos, sin [R, B, T, H/2] float32 of the model's R rotary embeddings
+    rope: tuple[jax.Array, jax.Array] | None  # cos, sin: see `rope.tables`
 
     def angles(self, layer: Layer) -> tuple[jax.Array, jax.Array]:
         """cos and sin [B, T, H/2] of a layer."""
-        if self.rope[0].shape[0] == 1:
-            return self.rope[0][0], self.rope[1][0]
+        if layer.rope is None:
+            return self.rope
         return tuple(jax.lax.dynamic_index_in_dim(table, layer.rope, 0, keepdims=False) for table in self.rope)
 
 
@@ -66,7 +66,7 @@ class Layer:
 
     number: jax.Array  # int32, from 0
     window: jax.Array  # int32: a query sees this many latest keys, itself included; 0: all
-    rope: jax.Array  # int32: which of the model's rotary embeddings
+    rope: jax.Array | None  # int32: which of the model's rotary embeddings; None: there is one
     cache: Cache | None = None
 
 
