@@ -89,18 +89,19 @@ def generate(
     step: int | None = None,
     tensor: int = 1,
     tokenizer: str = "",
-    **sampling: Any,
+    **options: Any,
 ) -> list[str]:
-    """Continuations of a prompt by the model of a training run, without the prompt.
+    """Continuations of a prompt by the model of a training run, or of a Hugging Face folder, without the prompt.
 
     Args:
-      workdir: the run's folder; it may be a stranger's, no path in its config.json is followed.
+      workdir: the folder; a run may be a stranger's, no path in its config.json is followed.
       num_samples: how many continuations.
-      step: which checkpoint; None: the newest whole one.
+      step: which checkpoint of a run; None: the newest whole one.
       tensor: devices to spread the model over.
       tokenizer: as data.tokenizer; needed where the run's is a file.
-      sampling: max_tokens, temperature, top_k, top_p of `jaxtrain.train.sampling.Sampling`.
+      options: max_tokens, temperature, top_k, top_p, min_p of `jaxtrain.train.sampling.Sampling`, and stop, texts that end one.
     """
     from jaxtrain.generate import generate as continuations
 
-    return continuations(workdir, prompt, num_samples, seed=seed, step=step, tensor=tensor, tokenizer=tokenizer, **sampling)
+    overrides = [("mesh.tensor", tensor), *([("data.tokenizer", tokenizer)] if tokenizer else [])]
+    return continuations(workdir, [prompt], num_samples, seed=seed, step=step, overrides=overrides, **options)

@@ -6,14 +6,16 @@ import argparse
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 
 import ml_collections
 
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, values
 from jaxtrain.config.validate import problems
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Stopped, UserError
+from jaxtrain.runtime import control
 
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
@@ -37,6 +39,8 @@ def load_config(
     parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
     overrides, unknown = split_overrides(rest)
+    if args.config == "":
+        unknown.insert(0, "--config=: is empty; name a configuration file")
     try:
         config = configs.load(args.config or "", overrides, problems)
     except ConfigError as error:
@@ -124,16 +128,34 @@ def writable(flag: str, text: str) -> pathlib.Path:
     return path
 
 
-def command(function, arguments: Sequence[str] | None = None) -> None:
-    """Runs a command's function; a user's errors become one message and an exit code (2: configuration, 1: other)."""
+def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None) -> None:
+    """Runs a command's function; a user's errors become one message and an exit code (2: configuration, 1: other).
+
+    In a run of several processes the others learn of the error, and this one ends without waiting for them.
+    """
+    code, text = 0, ""
     try:
         function(sys.argv[1:] if arguments is None else arguments)
+        control.close()
     except ConfigError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        code, text = 2, str(error)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+        code, text = 1, f"error: {error}"
+    except Stopped as stopped:
+        code, text = stopped.code, str(stopped)
+        control.close()
     except KeyboardInterrupt:
-        print("stopped by the user; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+        code, text = 130, "stopped by the user"
+    except Exception as error:
+        if not control.current:
+            raise
+        control.await_verdict(error)
+        code, text = 1, "".join(traceback.format_exception(error))
+        control.fail(f"{type(error).__name__}: {error}")
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    if control.current:
+        control.fail(text.removeprefix("error: "))
+        control.end(code)
+    if code or text:
+        raise SystemExit(code)

@@ -1,39 +1,52 @@
-"""Samples from a checkpoint: `python -m jaxtrain.generate --workdir=DIR --prompt="def "`."""
+"""Text from a run or a Hugging Face folder: `python -m jaxtrain.generate --workdir=DIR --prompt="def "`."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain import config as configs
-from jaxtrain.command_line import command, folder, require_ranges
+from jaxtrain.command_line import command, folder, require_ranges, split_overrides, writable
 from jaxtrain.config import ConfigError
-from jaxtrain.config.validate import require_valid
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
-    import ml_collections
+    from jaxtrain.data.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def generate(
     workdir: str | os.PathLike,
-    prompt: str,
-    num_samples: int,
+    prompts: Sequence[Any],
+    num_samples: int = 1,
     *,
-    seed: int,
-    step: int | None,
-    tensor: int,
-    tokenizer: str,
+    seed: int = 0,
+    step: int | None = None,
+    overrides: Sequence[tuple[str, Any]] = (),
+    stop: Sequence[str] = (),
     **sampling: Any,
 ) -> list[str]:
-    """Continuations of a prompt by the model of a run; see `jaxtrain.api.generate`."""
+    """Continuations of prompts.
+
+    Args:
+      workdir: the folder of a run, which may be a stranger's: no path in its config.json is followed; or a Hugging Face folder.
+      prompts: each a text, or a conversation as a list of {"role": ..., "content": ...}, put through the chat template.
+      num_samples: continuations of each prompt; they follow each other.
+      step: which checkpoint of a run; None: the newest whole one.
+      overrides: settings by dotted name; mesh.tensor is the number of devices.
+      stop: text at whose first occurrence a continuation ends, which is left out.
+      sampling: fields of `jaxtrain.train.sampling.Sampling`.
+    """
     import jax
     import numpy as np
 
     from jaxtrain.data.tokenizers import get_tokenizer
+    from jaxtrain.train import weights
     from jaxtrain.train.sampling import Sampling, sample
 
     how = Sampling(**sampling)
@@ -42,93 +55,129 @@ def generate(
         ("--temperature", how.temperature, 0.0, None),
         ("--top-k", how.top_k, 0, None),
         ("--top-p", how.top_p, 1e-6, 1.0),
+        ("--min-p", how.min_p, 0.0, 1.0),
         ("--num-samples", num_samples, 1, None),
         ("--seed", seed, 0, 2**32 - 1),
-        ("--tensor", tensor, 1, None),
         ("--step", step or 0, 0, None),
     )
     path = folder("--workdir", workdir)
-    config = run_config(path, tensor, tokenizer)
-    text = get_tokenizer(config.data)
-    ids = list(text.encode_batch([prompt])[0])
-    if config.data.add_bos or not ids:
-        ids = [text.bos_id if config.data.add_bos else text.eos_id, *ids]  # a document follows either
-    limit = config.model.max_len_tokens
-    if len(ids) + how.max_tokens > limit:
-        wanted = f"{len(ids)} of the prompt + {how.max_tokens}"
+    base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
+    config = weights.config_of(path, base, overrides, text=True)
+    tokenizer = get_tokenizer(config.data)
+    rows = [ids for prompt in prompts for ids in [_ids(prompt, tokenizer, config.data)] * num_samples]
+    limit, longest = config.model.max_len_tokens, max(map(len, rows))
+    if longest + how.max_tokens > limit:
+        wanted = f"{longest} of the prompt + {how.max_tokens}"
         raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
-    program, params = load(path, config, step)
-    rows = sample(program, params, np.tile(np.asarray(ids, np.int32), (num_samples, 1)), jax.random.key(seed), how)
-    ends = [np.flatnonzero(row == text.eos_id) for row in rows]
-    return [text.decode(row[: end[0]] if len(end) else row) for row, end in zip(rows, ends, strict=True)]
+    model = weights.open_model(path, base, overrides, step, text=True)
+    ends = {tokenizer.eos_id, *weights.end_ids(path)}
+
+    def text_of(row: np.ndarray) -> tuple[str, bool]:
+        """A continuation, and whether it has ended."""
+        last = next((place for place, id in enumerate(row) if int(id) in ends), None)
+        text = tokenizer.decode(row[:last])
+        cut = min((place for mark in stop if mark and (place := text.find(mark)) >= 0), default=None)
+        return text[:cut], last is not None or cut is not None
+
+    drawn = sample(
+        model.program, model.params, rows, jax.random.key(seed), how, lambda tokens: all(text_of(r)[1] for r in tokens)
+    )
+    speed = f", {drawn.tokens_per_s:,.1f} tokens/s" if drawn.tokens_per_s else ""
+    log.info("%d tokens of prompts, %d drawn in %d rows%s", sum(map(len, rows)), drawn.tokens.size, len(rows), speed)
+    return [text_of(row)[0] for row in drawn.tokens]
 
 
-def run_config(workdir: pathlib.Path, tensor: int, tokenizer: str = "") -> ml_collections.ConfigDict:
-    """The config of a run for sampling on `tensor` devices of one process.
+def _ids(prompt: Any, tokenizer: Tokenizer, data: Any) -> list[int]:
+    if isinstance(prompt, str):
+        ids = list(map(int, tokenizer.encode_batch([prompt])[0]))
+        if data.add_bos or not ids:
+            ids = [tokenizer.bos_id if data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
+        return ids
+    from jaxtrain.data.chat import Unfit
+    from jaxtrain.data.encoding import chat_template
 
-    The workdir may be a stranger's: no path or address in it is followed. Raises UserError where there is no config,
-    ConfigError where it is damaged or its model cannot be split so.
+    try:
+        pieces = chat_template(data, tokenizer).prompt(prompt)
+    except Unfit as error:
+        raise UserError(f"the prompt {json.dumps(prompt)[:200]}: {error}") from error
+    return [int(id) for ids in tokenizer.encode_batch(pieces, special=True) for id in ids]
+
+
+def read_prompts(path: str) -> list[Any]:
+    """Prompts of a file: of .jsonl the "prompt" or the "messages" of each line, else each line as it is.
+
+    Raises UserError for a file that cannot be read or has none.
     """
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise UserError(f"--workdir={workdir}: no config.json there; give the folder of a training run")
-    saved = configs.read(path)
-    config = configs.without_locations(saved).unlock()
-    config.data.tokenizer = tokenizer or "byte"
-    if not tokenizer and saved.data.tokenizer != "byte":
-        name = saved.data.tokenizer
-        raise ConfigError([f"--tokenizer: missing; a name in {path} is not followed: if it is right, --tokenizer={name}"])
-    config.mesh.update(pipeline=1, data=1, fsdp=1, expert=1, sequence=1, tensor=tensor)
-    config.pipeline.update(schedule="1f1b", virtual_stages=1)
-    config.sharding.sequence_parallel = False  # one position at a time cannot be split
-    config.overlap.collective_matmul = None
-    config.train.accumulation_steps = 1
-    config.memory.offload = ()  # there is no training state beside the weights
-    config.runtime.update(fake_devices=tensor if tensor > 1 and config.runtime.fake_devices else 0)
-    config.runtime.update(num_processes=0, process_id=-1, attention="auto")
-    if config.runtime.platform == "gpu":
-        config.runtime.platform = "auto"  # where the run was is not where its samples are drawn
-    require_valid(config, tensor)
-    return config.lock()
-
-
-def load(workdir: pathlib.Path, config: ml_collections.ConfigDict, step: int | None) -> tuple[Any, Any]:
-    """The program of a `run_config` and the weights of a checkpoint of the run (None: the newest whole one)."""
-    import jax
-
-    from jaxtrain.checkpoint.manager import restore_params
-    from jaxtrain.parallel import mesh
-    from jaxtrain.runtime import startup
-    from jaxtrain.train.program import LAYER_ORDER, build_program
-
-    startup.initialize(config)
-    tensor = config.mesh.tensor
-    if tensor > jax.local_device_count():
-        raise UserError(f"--tensor={tensor}: there are {jax.local_device_count()} devices")
-    program = build_program(config, mesh.build(config, jax.local_devices()[:tensor]))
-    params, facts, _ = restore_params(workdir, program.abstract_state.params, step)
-    return program, program.in_own_order(params, facts.get(LAYER_ORDER))
+    try:
+        lines = [line for line in pathlib.Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts={path}: cannot be read: {error}") from error
+    found: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        if not path.endswith(".jsonl"):
+            found.append(line.removesuffix("\r"))
+            continue
+        try:
+            record = json.loads(line)
+            prompt = record["messages"] if "messages" in record else record["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--prompts={path}: line {number} has neither a prompt nor messages: {error!r}") from error
+        if not isinstance(prompt, str | list):
+            raise UserError(f"--prompts={path}: line {number}: a {type(prompt).__name__} is no prompt")
+        found.append(prompt)
+    if not found:
+        raise UserError(f"--prompts={path}: holds no prompt")
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
     """The sampling command."""
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", required=True, help="folder of a training run")
+    parser.add_argument("--workdir", "--hf", required=True, help="folder of a training run, or a Hugging Face folder")
     parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument(
+        "--prompts", default="", help='file of prompts, a line each, or .jsonl of "prompt" or "messages"; one batch'
+    )
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says; put through the chat template")
+    parser.add_argument("--system", default="", help="with --chat: what the system says before")
+    parser.add_argument("--stop", action="append", default=[], help="text at which a continuation ends; may be given again")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens to add (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability")
-    parser.add_argument("--num-samples", type=int, default=1, help="continuations to draw (default 1)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="draw from tokens of this share of the likeliest one's")
+    parser.add_argument("--num-samples", type=int, default=1, help="continuations to draw of each prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the model over (default 1)")
     parser.add_argument("--tokenizer", default="", help="as data.tokenizer; needed where the run's is a file")
-    args = parser.parse_args(arguments)
+    parser.add_argument("--output", default="", help="write prompts and continuations to this file, as JSON lines")
+    args, rest = parser.parse_known_args(arguments)
+    overrides, problems = split_overrides(rest)
+    if args.prompt and args.prompts:
+        problems.append("--prompts: give it or --prompt, not both")
+    if args.system and not args.chat:
+        problems.append("--system: means nothing without --chat")
+    if problems:
+        raise ConfigError(problems)
+    output = writable("--output", args.output) if args.output else None
+    prompts = read_prompts(args.prompts) if args.prompts else [args.prompt]
+    if args.chat:
+        before = [{"role": "system", "content": args.system}] if args.system else []
+        prompts = [[*before, {"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     from jaxtrain.observe.progress import setup_logging
 
     setup_logging()
-    print("\n\n".join(args.prompt + text for text in generate(**vars(args))))
+    overrides = [("mesh.tensor", args.tensor), *([("data.tokenizer", args.tokenizer)] if args.tokenizer else []), *overrides]
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "stop")
+    texts = generate(args.workdir, prompts, args.num_samples, overrides=overrides, **{n: getattr(args, n) for n in names})
+    prompts = [prompt for prompt in prompts for _ in range(args.num_samples)]
+    if output:
+        pairs = [json.dumps({"prompt": p, "text": text}, ensure_ascii=False) for p, text in zip(prompts, texts, strict=True)]
+        output.write_text("\n".join(pairs) + "\n", encoding="utf-8")
+        log.info("Wrote %s", output)
+        return
+    print("\n\n".join((prompt if isinstance(prompt, str) else "") + text for prompt, text in zip(prompts, texts, strict=True)))
 
 
 if __name__ == "__main__":

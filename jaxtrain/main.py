@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxtrain import api
 from jaxtrain import config as configs
 from jaxtrain.command_line import command, load_config
+from jaxtrain.runtime import stop
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -28,4 +29,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    stop.install()
     command(main)

@@ -25,7 +25,7 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity",
-    6: "command_line api main train.loop train.conversion convert generate tokenize inspect_data tune",
+    6: "command_line api main train.loop train.conversion convert evaluate generate tokenize inspect_data tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}

@@ -61,6 +61,14 @@ class Template:
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Unfit(f"the chat template fails on it: {type(error).__name__}: {error}") from error
 
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[str]:
+        """The rendered conversation with the header of an assistant turn to come, in pieces to be encoded each by itself.
+
+        What messages spell never becomes a special token. Raises Unfit.
+        """
+        text = self.render(self._harmless(messages), self._harmless(tools or None), prompt=True)
+        return [piece for piece in text.split(_BREAK) if piece]
+
     def spans(self, messages: Sequence[Any], tools: Any, turns: str = "all") -> list[tuple[str, bool]]:
         """Consecutive parts of the rendered conversation, with whether each is trained.
 

@@ -177,22 +177,24 @@ class Encoder:
 
 def make_encoder(data: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Encoder:
     """How documents of a source become ids. Raises UserError for conversations without a template."""
-    content, template = Content.of(data), None
-    if content.kind == "chat":
-        source = tokenizer.chat_template
-        if data.chat_template_file:
-            try:
-                source = files.read_bytes(data.chat_template_file).decode()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"data.chat_template_file: cannot read {data.chat_template_file}: {error}") from error
-        if not source:
-            raise UserError(
-                f"data.content=chat: {tokenizer.name} has no chat template; set data.chat_template_file to a file with one"
-            )
-        names = {id: text for text, id in tokenizer.specials.items()}
-        bos, eos = names.get(tokenizer.bos_id, ""), names.get(tokenizer.eos_id, "")
-        template = chat.Template(source, data.chat_template_file or tokenizer.name, tokenizer.specials, bos, eos)
+    content = Content.of(data)
+    template = chat_template(data, tokenizer) if content.kind == "chat" else None
     return Encoder(tokenizer, content, data.add_bos, data.special_tokens_in_text, template)
+
+
+def chat_template(data: ml_collections.ConfigDict, tokenizer: Tokenizer) -> chat.Template:
+    """The template of data.chat_template_file, else the tokenizer's own. Raises UserError if there is none."""
+    source = tokenizer.chat_template
+    if data.chat_template_file:
+        try:
+            source = files.read_bytes(data.chat_template_file).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"data.chat_template_file: cannot read {data.chat_template_file}: {error}") from error
+    if not source:
+        raise UserError(f"conversations: {tokenizer.name} has no chat template; set data.chat_template_file to a file with one")
+    names = {id: text for text, id in tokenizer.specials.items()}
+    bos, eos = names.get(tokenizer.bos_id, ""), names.get(tokenizer.eos_id, "")
+    return chat.Template(source, data.chat_template_file or tokenizer.name, tokenizer.specials, bos, eos)
 
 
 def _cut(part: Part) -> list[Part]:

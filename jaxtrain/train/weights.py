@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,8 +12,9 @@ import jax
 import ml_collections
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint.hf import config_json, reading
+from jaxtrain.checkpoint.hf import carried, config_json, reading
 from jaxtrain.checkpoint.manager import restore_params
+from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import problems
 from jaxtrain.errors import UserError
 from jaxtrain.parallel import mesh
@@ -38,33 +40,42 @@ class Model:
 
 
 def config_of(
-    folder: str | pathlib.Path, base: Mapping[str, Any], overrides: Iterable[tuple[str, Any]]
+    folder: str | pathlib.Path, base: Mapping[str, Any], overrides: Iterable[tuple[str, Any]], text: bool = False
 ) -> ml_collections.ConfigDict:
     """The config of a run's folder, or one with the model section of a Hugging Face folder, for use on this machine.
 
     Args:
       base: settings by dotted name that the command needs; the mesh has one device where it says nothing.
       overrides: what the user says; it counts more.
+      text: the tokenizer is needed. A run's folder may be a stranger's: of paths that its config.json names none is followed.
 
     Raises:
       ConfigError: it is refused. UserError: the folder is neither.
     """
-    path = pathlib.Path(folder)
+    path, overrides = pathlib.Path(folder), list(overrides)
     if reading.is_folder(path):
         config = configs.default_config().unlock()
         config.model.update(config_json.model_section(config_json.read(path), f"{path}/{config_json.NAME}")[1])
         config.data.update(config_json.data_settings(path))
         config.data.seq_len_tokens = min(config.data.seq_len_tokens, config.model.max_len_tokens)
     elif (path / "config.json").is_file():
-        config = configs.without_locations(configs.read(path / "config.json")).unlock()
+        saved = configs.read(path / "config.json")
+        config = configs.without_locations(saved).unlock()
+        name, own = saved.data.tokenizer, config_json.data_settings(path / carried.FOLDER).get("tokenizer")
+        config.data.tokenizer = own or name
+        if text and not own and name != "byte" and "data.tokenizer" not in dict(overrides):
+            where = f"{path}/config.json names {name}, which is not followed: if it is right, --config.data.tokenizer={name}"
+            raise ConfigError([f"data.tokenizer: {where}"])
     else:
         raise UserError(f"{folder}: no config.json there; give the folder of a training run or a Hugging Face folder")
     config.mesh.update(AXES_OF_ONE)
-    config.pipeline.virtual_stages = 1
+    config.pipeline.update(schedule="1f1b", virtual_stages=1)
     config.train.accumulation_steps = 1
     config.memory.update(offload=(), remat_every_blocks=1)  # there is no training state beside the weights
     config.overlap.collective_matmul = None
-    config.runtime.update(fake_devices=0, num_processes=0, process_id=-1, coordinator_address="")
+    config.runtime.update(fake_devices=0, num_processes=0, process_id=-1, attention="auto")
+    if config.runtime.platform == "gpu":
+        config.runtime.platform = "auto"  # where the run was is not where its weights are used
     return configs.override(config, [*base.items(), *overrides], problems)
 
 
@@ -74,6 +85,7 @@ def open_model(
     overrides: Iterable[tuple[str, Any]] = (),
     step: int | None = None,
     narrow: bool = False,
+    text: bool = False,
 ) -> Model:
     """The model of a folder, its weights on the devices that its mesh takes: this process's first, or all of all processes.
 
@@ -81,9 +93,10 @@ def open_model(
       base, overrides: see `config_of`.
       step: of a run's checkpoints; None: the newest whole one.
       narrow: float64 tensors of a Hugging Face folder may become float32.
+      text: see `config_of`.
     """
     path = pathlib.Path(folder)
-    config = config_of(path, base or {}, overrides)
+    config = config_of(path, base or {}, overrides, text)
     startup.initialize(config)
     count = 1
     for size in config.mesh.to_dict().values():
@@ -100,3 +113,17 @@ def open_model(
         return Model(program, params, None, path)
     params, facts, step = restore_params(path, program.abstract_state.params, step)
     return Model(program, program.in_own_order(params, facts.get(LAYER_ORDER)), step, path)
+
+
+def end_ids(folder: str | pathlib.Path) -> list[int]:
+    """Ids on which generation stops beside the tokenizer's own, by generation_config.json of a folder or kept by a run."""
+    path = pathlib.Path(folder)
+    path = path if reading.is_folder(path) else path / carried.FOLDER
+    for name in ("generation_config.json", config_json.NAME):
+        try:
+            ids = json.loads((path / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if ids is not None:
+            return [int(id) for id in (ids if isinstance(ids, list) else [ids])]
+    return []
