@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then checks style and runs the tests. Arguments go to pytest: bash scripts/test.sh -k mesh -x
+# Sets up what is missing, then checks style and types and runs the tests. Arguments go to pytest: bash scripts/test.sh -k mesh -x
 # scripts/setup.sh tells how to choose Python and the folder of the environment. Tests that compile for GPUs need 2.7 GB of
 # libraries, but no GPU; JAXTRAIN_PLAN=no leaves both out.
 set -euo pipefail
@@ -14,5 +14,6 @@ if [[ ${JAXTRAIN_PLAN:-yes} != no && $(installed_extras) != *cuda* ]]; then
 fi
 cd "$ROOT"
 "$VENV_PYTHON" -m ruff check . || die "ruff found the problems above; many are mended by: $VENV_PYTHON -m ruff check --fix ."
+"$VENV_PYTHON" -m mypy || die "mypy found the problems above (section tool.mypy of pyproject.toml)"
 # One worker per core, each file in one worker: tests of a file share what they compile.
 exec "$VENV_PYTHON" -m pytest -n auto --dist loadfile "$@"

@@ -23,13 +23,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 def test_functions_are_those_of_the_commands(monkeypatch):
     """Under their names whether or not a package of the same name has been imported, and packages stay packages."""
-    import jaxtrain.plan.candidates
+    import jaxtrain.plan.compile
 
     for name in ("train", "plan", "parity", "generate", "load_config"):
         monkeypatch.setattr(api, name, lambda *args, name=name, **options: (name, args, options))
         assert getattr(jaxtrain, name)(1, a=2) == (name, (1,), {"a": 2})
         assert name in dir(jaxtrain)
-    assert jaxtrain.plan.candidates.__name__ == "jaxtrain.plan.candidates"
+    assert jaxtrain.plan.compile.__name__ == "jaxtrain.plan.compile"
     with pytest.raises(AttributeError, match="has no attribute 'tain'"):
         getattr(jaxtrain, "tain")  # noqa: B009
 

@@ -216,6 +216,9 @@ def _reindex(folder, changes):
 
 
 def test_another_model_than_config_json_says_is_refused():
+    capped = program_of(GOLDEN / "llama", model__logit_softcap=3.0)  # changes no shape, and config.json is silent of it
+    with pytest.raises(ConfigError, match="model.logit_softcap: 3.0 in this run, 0.0 by"):
+        load(capped, GOLDEN / "llama")
     program = program_of(GOLDEN / "llama", model__rope_theta=200.0, model__mlp_dim=48)
     with pytest.raises(
         ConfigError, match=r"(?s)model.mlp_dim: 48 in this run, 40 by .*model.rope_theta: 200.0.*configs/hf.py:"

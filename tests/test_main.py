@@ -29,8 +29,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint.files import read_facts
 from jaxtrain.checkpoint.lock import WorkdirLock
-from jaxtrain.checkpoint.manager import saved_steps
+from jaxtrain.checkpoint.manager import Checkpointer, saved_steps
 from jaxtrain.command_line import command
 from jaxtrain.main import main
 from jaxtrain.observe import progress
@@ -427,8 +428,8 @@ def test_batch_without_targets(place):
     [
         (None, "error: data.paths: {corpus} does not exist"),
         ({}, "error: data.paths: no file in {corpus} or below matches '*'"),
-        ({"a.txt": b"", "b.txt": b""}, "error: data.paths: no text in '{corpus}': 2 empty file(s)"),
-        ({"a.txt": b"fine", "b.txt": b"caf\xe9!"}, "error: {corpus}/b.txt: byte 3 is not valid UTF-8; convert the file"),
+        ({"a.txt": b"", "b.txt": b""}, "error: data.paths: no text in '{corpus}': 2 empty and 0 bad record(s)"),
+        ({"a.txt": b"fine", "b.txt": b"caf\xe9!"}, "error: {corpus}/b.txt: byte 3 is not valid UTF-8. Mend it"),
     ],
 )
 def test_bad_corpus(place, tmp_path, corpus, message):
@@ -476,16 +477,119 @@ def test_workdir_of_another_run(place, tmp_path, straight):
     (tmp_path / "corpus" / "a.txt").write_text("another text " * 30)
     (tmp_path / "corpus" / "b.txt").write_text("one more text " * 30)
     for override, named in (
+        ("model.rope_theta=5e5", "model.rope_theta: 10000.0 in the checkpoint, 500000.0 in this run"),
+        ("model.logit_softcap=30", "model.logit_softcap: 0.0 in the checkpoint, 30.0 in this run"),
+        ("model.vocab_size=300", "model.vocab_size: 258 in the checkpoint, 300 in this run"),
+        ("precision.compute_dtype=bfloat16", "precision.compute_dtype: 'float32' in the checkpoint, 'bfloat16' in this run"),
+        ("optimizer.name=sgd", "optimizer.name: 'adamw' in the checkpoint, 'sgd' in this run\n  so "),
+        ("model.mlp_dim=64", "model.mlp_dim: 32 in the checkpoint, 64 in this run"),
         ("model.mlp_dim=64", "params/blocks/mlp/down/kernel: float32[2,16,32] in the checkpoint, float32[2,16,64] in this run"),
         (f"data.paths={tmp_path}/corpus", "data_fingerprint: '"),
         ("data.global_batch_rows=32", "data.global_batch_rows: 16 in the checkpoint, 32 in this run"),
         ("train.seed=1", "train.seed: 0 in the checkpoint, 1 in this run"),
     ):
-        run = train(place, workdir, override, _compile_step=no_compilation)
-        assert run.code == 1, override
+        compile_step = mock.Mock(side_effect=no_compilation)
+        run = train(place, workdir, override, _compile_step=compile_step)
+        assert run.code == 1 and not compile_step.called, override
         assert f"error: the checkpoint {workdir}/checkpoints/20 does not fit this run:" in run.log
         assert named in run.log and "choose another --workdir" in run.log and "Traceback" not in run.log
+        misfit = override.startswith(("model.mlp_dim", "optimizer"))
+        assert misfit or "set checkpoint.on_config_change=continue" in run.log
+        assert "opt_state" not in run.log or override.startswith("model.mlp_dim")
         assert files(workdir) == before, override
+
+
+def test_changes_are_listed_and_kept(place, tmp_path, straight):
+    """A finished cosine run goes on: what changed in the training is told, and what that does to the rate; the rest is not."""
+    workdir = tmp_path / "run"
+    shutil.copytree(straight.workdir, workdir)
+    overrides = "train.num_steps=22", "optimizer.learning_rate=2e-2", "train.log_every_steps=2", "mesh.tensor=2"
+    run = train(place, workdir, *overrides)
+    assert run.code == 0, run.log
+    told = re.findall(r"Changed since step 20: (.*)", run.log)
+    assert told == ["optimizer.learning_rate: 0.01 -> 0.02", "train.num_steps: 20 -> 22"]
+    rates = [learning_rate(configs.read(each.workdir / "config.json"), step) for each, step in ((run, 20), (straight, 19))]
+    assert "WARNING So the learning rate of step 21 is {:.3g}, after {:.3g} in step 20".format(*rates) in run.log
+    assert dict(run.steps("learning_rate"))[21] == pytest.approx(rates[0])
+    (row,) = map(json.loads, (workdir / "config_history.jsonl").read_text().splitlines())
+    assert row["step"] == 20 and row["changes"] == {
+        "optimizer.learning_rate": [0.01, 0.02],
+        "train.num_steps": [20, 22],
+        "train.log_every_steps": [1, 2],
+    }
+    assert configs.read(workdir / "config.json").train.num_steps == 22
+    again = train(place, workdir, *overrides)
+    assert (
+        again.code == 0 and "Changed" not in again.log and len((workdir / "config_history.jsonl").read_text().splitlines()) == 1
+    )
+
+
+def test_other_rows_only_if_asked_for(place, tmp_path, straight):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight.workdir, workdir)
+    overrides = "data.seed=1", "train.num_steps=21"
+    assert "data.seed: 0 in the checkpoint, 1 in this run" in train(place, workdir, *overrides).log
+    run = train(place, workdir, *overrides, "checkpoint.on_config_change=continue")
+    assert run.code == 0, run.log
+    assert "WARNING Changed since step 20: data.seed: 0 -> 1" in run.log
+    assert "data.seed" in (workdir / "config_history.jsonl").read_text()
+
+
+def test_checkpoint_of_an_earlier_version(place, tmp_path, straight):
+    """It records batch and seed alone, and may have been saved while steps were skipped: their count starts anew."""
+    workdir = tmp_path / "run"
+    shutil.copytree(straight.workdir, workdir)
+    facts = read_facts(workdir / "checkpoints" / "20")["facts"]
+    old = {"data.global_batch_rows": 16, "data.seq_len_tokens": 16, "train.seed": 0}
+    old |= {key: facts[key] for key in ("data_fingerprint", "layer_order")}
+    ruined = jax.tree.map(lambda leaf: leaf * np.nan, straight.state.params)
+    state = dataclasses.replace(straight.state, step=np.int32(21), params=ruined, skipped_in_row=np.int32(2))
+    with Checkpointer(workdir, 1) as checkpointer:
+        checkpointer.save(21, jax.tree.map(jax.numpy.asarray, state), old)
+    for override, named in (("train.seed=1", "train.seed: 0 in"), ("model.rope_theta=5e5", "model.rope_theta: 10000.0 in")):
+        assert named in train(place, workdir, override, _compile_step=no_compilation).log
+    run = train(place, workdir, "train.num_steps=30", "optimizer.max_nonfinite_steps=3")
+    assert run.code == 1
+    assert "Changed since step 21: train.num_steps: 20 -> 30" in run.log
+    assert "error: step 24: the gradient was not finite 3 steps in a row" in run.log
+    assert "--config.checkpoint.restore_step=20 " in run.log
+
+
+def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_path, stopped, straight):
+    """One finite step at a rate of 1e30 ruins the weights, and they are saved before the next step tells."""
+    workdir = tmp_path / "run"
+    shutil.copytree(stopped.workdir, workdir)
+    ruin = "optimizer.learning_rate=1e30", "checkpoint.save_every_steps=1", "optimizer.max_nonfinite_steps=3"
+    for overrides in (ruin, ruin[1:]):  # the second with the usual rate, but from the ruined weights
+        run = train(place, workdir, *overrides, "checkpoint.keep_last=1")
+        assert run.code == 1 and "--config.checkpoint.restore_step=10 " in run.log, run.log
+        assert "no checkpoint is saved, nor any deleted, until a step is fine again" in run.log
+        assert saved_steps(workdir) == [5, 10, 11]
+    run = train(place, workdir, "checkpoint.restore_step=10")
+    assert run.code == 0 and "11 is later than checkpoint.restore_step: moved to " in run.log, run.log
+    assert run.summary["started_from_step"] == 10
+    jax.tree.map(np.testing.assert_array_equal, straight.state, run.state)
+    assert {path.name for path in (workdir / "checkpoints" / "set_aside").iterdir()} == {"11-1", "11-1.metrics.jsonl"}
+    assert saved_steps(workdir) == [15, 20]
+    assert "All 20 steps are done" in train(place, workdir, "checkpoint.restore_step=10").log  # and not once more
+
+
+def test_weights_of_another_run(place, tmp_path, straight):
+    source, start = f"checkpoint.init_from={straight.workdir}", ("eval.at_start=True", "train.num_steps=1")
+    short = (*start, "optimizer.warmup_steps=0", "checkpoint.save_every_steps=0")
+    run = train(place, tmp_path / "run", source, *short)
+    assert run.code == 0, run.log
+    assert run.rows[0]["step"] == 0 and run.rows[0]["eval_loss"] == pytest.approx(straight.summary["final_eval_loss"], rel=1e-6)
+    assert f"Weights come from the checkpoint of step 20 in {straight.workdir}" in run.log
+    for override, text in (
+        (f"checkpoint.init_from={straight.workdir}/checkpoints/7", "no checkpoint of step 7 in "),
+        (f"checkpoint.init_from={tmp_path}/none", f"no checkpoint in {tmp_path}/none/checkpoints"),
+        ("model.mlp_dim=64", "float32[2,16,32] in the checkpoint, float32[2,16,64] in this run"),
+    ):
+        compile_step = mock.Mock(side_effect=no_compilation)
+        run = train(place, tmp_path / "bad", source, *short, override, _compile_step=compile_step)
+        assert run.code == 1 and text in run.log and not compile_step.called, run.log
+    assert not (tmp_path / "bad").exists()
 
 
 def test_mesh_that_does_not_fit_the_devices(place, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import assert_close, batch, config, host, program
 
-from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.remat import policy as memory
 from jaxtrain.remat.activations import ACTIVATIONS, KEPT
 
@@ -88,7 +88,7 @@ def test_state_stays_on_the_host(rule, tmp_path):
     with Checkpointer(tmp_path, 1) as keeper:
         keeper.save(3, states[0], {})
     with Checkpointer(tmp_path, 1) as keeper:
-        restored, _, step = keeper.restore_newest(offloaded.abstract_state, {})
+        restored, _, step = keeper.restore_newest(offloaded.abstract_state, Wanted())
     assert step == 3
     assert kinds(restored.params) == kinds(restored.opt_state) == {"pinned_host"}
     assert_close(restored, host(states[0]), 1e-12)

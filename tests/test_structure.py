@@ -32,8 +32,11 @@ ROOMS = {name.split(".")[0] for name in FLOOR_OF}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.parallel.sharding", "jaxtrain.parallel.mesh"}
 MAX_LINES = 400
 ALLOWED = {"jaxtrain.parallel.layer_loop": 470, "jaxtrain.config.settings": 500}  # to be split
-# Lines of code (no blanks, comments, docstrings) that a room may have.
-BUDGETS = {"jaxtrain.plan": 3_210}
+# Lines of code (no blanks, comments, docstrings) that a room may have. The aim is 9,500 for all but OTHERS, 2,500 for the plan.
+# Measured on 2026-11-30: 11,880 and 3,170. The plan had 3,560; a second reader of XLA's modules, second tables and options that
+# no command has are gone. What is left are features: ledger, traffic, time, search, advice, comparison, page, plan by formula.
+BUDGETS = {"jaxtrain": 12_500, "jaxtrain.plan": 3_200}
+OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
 
 
 def sources() -> dict[str, str]:
@@ -198,8 +201,13 @@ def test_code_lines_are_counted():
 @pytest.mark.parametrize("room", BUDGETS)
 def test_rooms_keep_their_budget(room):
     """Code that nobody needs goes before more comes; where a feature must have more, its budget says why."""
-    count = sum(code_lines(source) for name, source in sources().items() if name == room or name.startswith(f"{room}."))
-    assert count <= BUDGETS[room]
+    others = {name for name in sources() for other in OTHERS if _inside(name, other)}
+    own = [source for name, source in sources().items() if _inside(name, room) and name not in others]
+    assert sum(map(code_lines, own)) <= BUDGETS[room]
+
+
+def _inside(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
 
 
 LIGHT = "config config.validate errors command_line api main generate tune plan.__main__ parity.__main__".split()

@@ -1,4 +1,4 @@
-"""Orbax behind four functions: open its manager, start a save, read arrays back, and tell why a write failed.
+"""Orbax behind four functions: open a writer, start a save, read arrays back, and tell why a write failed.
 
 A state is stored as nested dicts of arrays by field and key names, whatever classes it is made of, in two items:
 parameters, and the rest of the state. Which step to take, and whether it is whole, is decided elsewhere.
@@ -24,41 +24,31 @@ WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # of the file system, the ar
 _log = logging.getLogger(__name__)
 
 
-def open_manager(root: pathlib.Path, keep_last: int, keep_every_steps: int, before_commit: Callable[[], None]) -> Any:
-    """An Orbax CheckpointManager over a folder; deletes what interrupted saves left there.
+def open_writer(before_commit: Callable[[], None]) -> Any:
+    """An Orbax AsyncCheckpointer, whose saves become visible under their final names when they are complete.
 
     `before_commit` runs on process 0 in the background, when a step's arrays are written and its folder is about to get
     its final name.
     """
     import orbax.checkpoint as ocp
 
-    policies: list = [ocp.checkpoint_managers.LatestN(keep_last)]
-    if keep_every_steps:
-        policies.append(ocp.checkpoint_managers.EveryNSteps(keep_every_steps))
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item in files.ITEMS:
         # Compressing takes 8 % off random weights and triples the time of saving and restoring.
         registry.add(item, ocp.args.PyTreeSave, _handler_class()(use_compression=False))
-    return ocp.CheckpointManager(
-        root,
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
-            cleanup_tmp_directories=True,
-            save_root_metadata=False,
-            lightweight_initialize=True,
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=before_commit),
-        ),
-        handler_registry=registry,
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(handler_registry=registry),
+        async_options=ocp.options.AsyncOptions(post_finalization_callback=before_commit),
     )
 
 
-def start_save(manager: Any, step: int, leaves: dict[str, jax.Array]) -> None:
-    """Returns when the arrays are copied to host memory; the manager writes them in the background."""
+def start_save(writer: Any, folder: pathlib.Path, leaves: dict[str, jax.Array]) -> None:
+    """Returns when the arrays are copied to host memory; the writer writes them in the background."""
     import orbax.checkpoint as ocp
 
     parts = {item: _part(leaves, item) for item in files.ITEMS}
     trees = {item: ocp.args.PyTreeSave(nested(part)) for item, part in parts.items() if part}  # weights alone have no training
-    manager.save(step, args=ocp.args.Composite(**trees), force=True)
+    writer.save(folder, args=ocp.args.Composite(**trees))
 
 
 def read(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -> dict[str, jax.Array]:

@@ -6,10 +6,12 @@
     WORKDIR/checkpoints/STEP/checksums.json    size and CRC-32 of every other file; written last
     WORKDIR/checkpoints/STEP.orbax-checkpoint-tmp/    a save that has not finished: renamed to STEP when it has
     WORKDIR/checkpoints/damaged/STEP-N/    moved aside: no longer counted, kept for whoever wants to look
+    WORKDIR/checkpoints/set_aside/STEP-N/  whole, but the run went on from an earlier step (checkpoint.restore_step)
+    WORKDIR/checkpoints/deleting-STEP/     on its way out
 
 Checksums are ours because the array store has none on the data itself: bytes changed inside a data file come back as
 other numbers without a word. Sums are made and checked by all processes, each its share. No jax and no Orbax here:
-reading and writing arrays is `jaxtrain.checkpoint_arrays`.
+reading and writing arrays is `jaxtrain.checkpoint.arrays`. A folder may hold anything: what no save has written is passed over.
 """
 
 from __future__ import annotations
@@ -24,19 +26,30 @@ import zlib
 from collections.abc import Iterable
 from concurrent import futures
 
-DAMAGED = "damaged"
+DAMAGED, SET_ASIDE = "damaged", "set_aside"
 ITEMS = ("params", "training")
 FACTS = "facts.json"
 CHECKSUMS = "checksums.json"
 _COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # Orbax changes both after our checksums are written
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_DELETING = "deleting-"
+_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no access or no memory says nothing
 _BLOCK_BYTES = 1 << 22
 _READERS = 8
 
 
 def steps(root: pathlib.Path) -> list[int]:
     """Steps that have a folder, ascending, whole or not. Saves in progress are not among them."""
-    return sorted(int(path.name) for path in _entries(root) if path.name.isdecimal() and path.is_dir())
+    return sorted(int(path.name) for path in _entries(root) if _names_step(path.name) and path.is_dir())
+
+
+def strays(root: pathlib.Path) -> list[pathlib.Path]:
+    """What looks like a step and is none: 007, digits of other scripts, a file or a link to nowhere in a step's place."""
+    return sorted(p for p in _entries(root) if p.name.isdecimal() and not (_names_step(p.name) and p.is_dir()))
+
+
+def _names_step(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
 def unfinished(root: pathlib.Path) -> list[pathlib.Path]:
@@ -49,13 +62,31 @@ def unfinished_folder(root: pathlib.Path, step: int) -> pathlib.Path:
     return root / f"{step}{_UNFINISHED}"
 
 
-def remove_unfinished(root: pathlib.Path, step: int) -> None:
-    """Deletes what a failed save has written. Writes may still be ending in the background, hence several attempts."""
-    for _ in range(20):
-        shutil.rmtree(unfinished_folder(root, step), ignore_errors=True)
-        if not unfinished_folder(root, step).exists():
-            return
+def remove_unfinished(folders: Iterable[pathlib.Path]) -> None:
+    """Deletes what failed saves have written, until nothing comes back: writes may still be ending in the background."""
+    absent, end = 0, time.monotonic() + 5.0
+    while (folders := list(folders)) and absent < 5 and time.monotonic() < end:
+        absent = 0 if any(map(os.path.lexists, folders)) else absent + 1
+        for folder in folders:
+            remove(folder)
         time.sleep(0.1)
+
+
+def interrupted(root: pathlib.Path) -> list[pathlib.Path]:
+    """What a killed run was writing or deleting."""
+    return unfinished(root) + sorted(path for path in _entries(root) if path.name.startswith(_DELETING))
+
+
+def retire(root: pathlib.Path, step: int) -> pathlib.Path:
+    """Renames a step's folder so that it no longer counts; returns the new path, to be removed."""
+    leaving = root / f"{_DELETING}{step}"
+    remove(leaving)
+    return (root / str(step)).rename(leaving)
+
+
+def remove(path: pathlib.Path) -> None:
+    """Deletes a folder, or a link but not what it points to; what cannot be deleted stays."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
 def write_process_checksums(item: pathlib.Path, process: int) -> None:
@@ -72,24 +103,44 @@ def write_step_files(folder: pathlib.Path, facts: dict) -> None:
     _write_json(folder / CHECKSUMS, _sums(folder, rest))
 
 
+def is_complete(folder: pathlib.Path) -> bool:
+    """Whether a save has finished; whether its files are whole is not looked at."""
+    return all((folder / name).is_file() for name in _COMMIT_MARKERS)
+
+
 def damage(folder: pathlib.Path, items: Iterable[str] = ITEMS) -> str:
     """Why a step is not whole, judged without reading array data: "" if each file is there in its full size."""
     for name in _COMMIT_MARKERS:
         if not (folder / name).is_file():
             return f"{name} is missing: the save did not finish"
+    file = CHECKSUMS
     try:
         rest = json.loads((folder / CHECKSUMS).read_text())
         rest = {name: sum_ for name, sum_ in rest.items() if name.split("/")[0] not in ITEMS or name.split("/")[0] in items}
+        if FACTS not in rest:
+            return f"{CHECKSUMS} does not name {FACTS}"
         if reason := _first_difference(folder, rest):
             return reason
         for item in items:
-            if reason := _first_difference(folder / item, _data_sums(folder, item), contents=False):
+            file = f"{item}/checksums"
+            if not os.path.lexists(folder / item):
+                return f"{item}/ is missing; weights alone serve checkpoint.init_from of another run"
+            if not (sums := _data_sums(folder, item)):
+                return f"{file} of array data are missing"
+            if reason := _first_difference(folder / item, sums, contents=False):
                 return f"{item}/{reason}"
+        file = FACTS
+        record = read_facts(folder)
+        step, _, _ = record["step"], record["facts"].items(), record["leaves"].items()
     except FileNotFoundError as error:
         return f"{pathlib.Path(error.filename).name} is missing"
-    except (ValueError, AttributeError, TypeError):
-        return f"{CHECKSUMS} is not readable as JSON"
-    return ""
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
+        return f"{file} cannot be read ({error.strerror})"
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return f"{file} is not what a save writes"
+    return "" if str(step) == folder.name else f"it holds step {step}, its folder's name says {folder.name}"
 
 
 def data_damage(folder: pathlib.Path, items: Iterable[str] = ITEMS, share: int = 0, shares: int = 1) -> str:
@@ -102,17 +153,19 @@ def data_damage(folder: pathlib.Path, items: Iterable[str] = ITEMS, share: int =
 
 
 def read_facts(folder: pathlib.Path) -> dict:
-    """The facts.json of a step."""
+    """The facts.json of a step: format, step, facts, leaves."""
     return json.loads((folder / FACTS).read_text())
 
 
-def move_aside(root: pathlib.Path, step: int) -> pathlib.Path:
-    """Renames a step's folder to damaged/STEP-N, N the first that is free, and returns the new path."""
-    (root / DAMAGED).mkdir(exist_ok=True)
+def move_aside(root: pathlib.Path, name: str | int, to: str = DAMAGED) -> pathlib.Path:
+    """Renames what has a step's name to DAMAGED/STEP-N (or SET_ASIDE/STEP-N), N the first that is free; the new path."""
+    while os.path.lexists(root / to) and not (root / to).is_dir():
+        to += "_"  # something else has the folder's name
+    (root / to).mkdir(exist_ok=True)
     number = 1
-    while (target := root / DAMAGED / f"{step}-{number}").exists():
+    while os.path.lexists(target := root / to / f"{name}-{number}"):
         number += 1
-    (root / str(step)).rename(target)
+    (root / str(name)).rename(target)
     return target
 
 
@@ -156,9 +209,9 @@ def _first_difference(folder: pathlib.Path, sums: dict, contents: bool = True) -
         except OSError as error:
             if error.errno == errno.ENOENT:
                 return f"{name} is missing"
-            if error.errno == errno.EIO:
-                return f"{name} cannot be read (input/output error)"
-            raise
+            if error.errno not in _DAMAGE:
+                raise
+            return f"{name} cannot be read ({error.strerror})"
         return ""
 
     with futures.ThreadPoolExecutor(_READERS) as pool:

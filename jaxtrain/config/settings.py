@@ -5,6 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+# What another value of a setting changes in a run that is continued.
+FUNCTION = "function"  # what the model computes from weights and tokens: refused (checkpoint.on_config_change)
+ROWS = "rows"  # which rows and dropout masks a step has, from the continuation on: refused like it
+TRAINING = "training"  # how the weights go on changing, or what figures mean: listed in the log and in the workdir's history
+NOTHING = "nothing"  # neither: where and how fast it runs, what is shown and kept
+SECTION_CHANGES = {  # of settings that do not say otherwise themselves
+    "model": FUNCTION,
+    "precision": FUNCTION,
+    "optimizer": TRAINING,
+    "data": TRAINING,
+    "train": TRAINING,
+} | dict.fromkeys(("mesh", "sharding", "pipeline", "memory", "overlap", "checkpoint", "eval", "observe", "runtime"), NOTHING)
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -18,6 +31,7 @@ class Setting:
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
     optional: type | None = None  # the type beside None, for settings whose default is None
+    changes: str = ""  # what another value changes in a run that is continued; "": as `SECTION_CHANGES` says
     entries: dict[str, Setting] | None = None  # of a dict: of its entries
     location: bool = False  # a path or an address of the machine the run is on; never taken from a stranger's config.json
 
@@ -26,8 +40,8 @@ class Setting:
         return self.optional or type(self.default)
 
 
-def _share(doc: str, default: float = 0.0) -> Setting:
-    return Setting(default, doc, low=0.0, below=1.0)
+def _share(doc: str, default: float = 0.0, changes: str = "") -> Setting:
+    return Setting(default, doc, low=0.0, below=1.0, changes=changes)
 
 
 _SOURCE = {
@@ -151,7 +165,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             None, "yarn: factor on queries and keys; None is 0.1 ln(rope_scaling_factor) + 1.", optional=float, above=0.0
         ),
         "rope_original_len_tokens": Setting(8192, "llama3, yarn: context length before scaling.", low=1),
-        "max_len_tokens": Setting(8192, "Longest context; the size of the table of learned positions.", low=1),
+        "max_len_tokens": Setting(
+            8192, "Longest context; the size of the table of learned positions.", low=1, changes=TRAINING
+        ),
         "qkv_bias": Setting(False, "Bias on query, key and value projections."),
         "attention_out_bias": Setting(False, "Bias on the attention output projection."),
         "mlp_bias": Setting(False, "Bias on the MLP projections, those of experts too."),
@@ -174,11 +190,13 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "attention_softcap": Setting(0.0, "cap * tanh(scores / cap) before the softmax; 0 is off.", low=0.0),
         "logit_scale": Setting(1.0, "Multiplies the logits (Cohere).", above=0.0),
         "logit_softcap": Setting(0.0, "cap * tanh(logits / cap) before the loss; 0 is off.", low=0.0),
-        "dropout_embedding": _share("Dropout rate after the embedding."),
-        "dropout_attention": _share("Dropout rate on attention probabilities."),
-        "dropout_residual": _share("Dropout rate on each branch before it joins the residual."),
-        "init_stddev": Setting(0.02, "Standard deviation of initial matrices.", above=0.0),
-        "init_scaled_outputs": Setting(True, "Divide the stddev of residual output matrices by sqrt(2 * num_layers)."),
+        "dropout_embedding": _share("Dropout rate after the embedding.", changes=TRAINING),
+        "dropout_attention": _share("Dropout rate on attention probabilities.", changes=TRAINING),
+        "dropout_residual": _share("Dropout rate on each branch before it joins the residual.", changes=TRAINING),
+        "init_stddev": Setting(0.02, "Standard deviation of initial matrices.", above=0.0, changes=NOTHING),
+        "init_scaled_outputs": Setting(
+            True, "Divide the stddev of residual output matrices by sqrt(2 * num_layers).", changes=NOTHING
+        ),
     },
     "mesh": {
         "pipeline": Setting(
@@ -252,7 +270,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             choices=("compute", "fp8"),
         ),
         "reduce_dtype": Setting(
-            "float32", "In which gradients cross the network, whatever the compute dtype.", choices=("float32", "bfloat16")
+            "float32",
+            "In which gradients cross the network, whatever the compute dtype.",
+            choices=("float32", "bfloat16"),
+            changes=TRAINING,
         ),
     },
     "memory": {
@@ -328,7 +349,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "weight_decay": Setting(0.1, "Decoupled; on matrices only, never on norms, biases or embeddings' padding.", low=0.0),
         "clip_norm": Setting(1.0, "Largest global gradient norm; 0 does not clip.", low=0.0),
         "max_nonfinite_steps": Setting(
-            10, "A step with a non-finite gradient changes nothing; this many in a row stop the run.", low=1
+            10, "A step with a non-finite gradient changes nothing; this many in a row stop the run.", low=1, changes=NOTHING
         ),
     },
     "data": {
@@ -378,6 +399,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "refuse",
             "A run is continued with other data than it began with: refuse, naming the source, or continue with the new.",
             choices=("refuse", "continue"),
+            changes=NOTHING,
         ),
         "packing": Setting(
             "concat",
@@ -385,20 +407,27 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "cut, the others put together so that little is left empty; pad: each document has rows of its own.",
             choices=("concat", "best_fit", "pad"),
         ),
-        "seq_len_tokens": Setting(256, "Positions per row.", low=2),
-        "global_batch_rows": Setting(32, "Rows of one optimizer step over all devices and microbatches.", low=1),
-        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0, high=2**63 - 1),
-        "num_workers": Setting(0, "Loader processes; 0 reads in threads.", low=0),
-        "prefetch_batches": Setting(2, "Batches read ahead.", low=1),
+        "seq_len_tokens": Setting(256, "Positions per row.", low=2, changes=ROWS),
+        "global_batch_rows": Setting(32, "Rows of one optimizer step over all devices and microbatches.", low=1, changes=ROWS),
+        "seed": Setting(0, "Orders documents and rows, anew in each epoch.", low=0, high=2**63 - 1, changes=ROWS),
+        "num_workers": Setting(0, "Loader processes; 0 reads in threads.", low=0, changes=NOTHING),
+        "prefetch_batches": Setting(2, "Batches read ahead.", low=1, changes=NOTHING),
         "max_memory_gib": Setting(
-            4.0, "Text that is not tokenized yet is tokenized at the start and kept in memory, up to this size.", above=0.0
+            4.0,
+            "Text that is not tokenized yet is tokenized at the start and kept in memory, up to this size.",
+            above=0.0,
+            changes=NOTHING,
         ),
-        "cache_dir": Setting("", "Folder for token shards from object storage; empty: a temporary one.", location=True),
-        "cache_gib": Setting(32.0, "How much of cache_dir shards may fill; those used longest ago go.", above=0.0),
+        "cache_dir": Setting(
+            "", "Folder for token shards from object storage; empty: a temporary one.", location=True, changes=NOTHING
+        ),
+        "cache_gib": Setting(
+            32.0, "How much of cache_dir shards may fill; those used longest ago go.", above=0.0, changes=NOTHING
+        ),
     },
     "train": {
         "num_steps": Setting(300, "Optimizer steps of the whole run.", low=1),
-        "seed": Setting(0, "Initial weights and dropout.", low=0, high=2**32 - 1),
+        "seed": Setting(0, "Initial weights and dropout.", low=0, high=2**32 - 1, changes=ROWS),
         "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
         "frozen": Setting(
             (),
@@ -423,12 +452,30 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             1e-3, "With model.router_bias: each step an expert's bias moves by so much against its load; 0 leaves it.", low=0.0
         ),
         "label_smoothing": _share("Share of the target spread evenly over the vocabulary."),
-        "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1),
+        "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1, changes=NOTHING),
     },
     "checkpoint": {
         "save_every_steps": Setting(100, "Steps between checkpoints; 0 saves none, not even the last.", low=0),
         "keep_last": Setting(2, "Newest checkpoints to keep.", low=1),
         "keep_every_steps": Setting(0, "Also keep each step that this divides; 0 keeps none extra.", low=0),
+        "restore_step": Setting(
+            0,
+            "Go on from the checkpoint of this step though there are later ones, which are moved to checkpoints/set_aside, but "
+            "not those that a run with the same settings has saved since. 0: the newest.",
+            low=0,
+        ),
+        "init_from": Setting(
+            "",
+            "Workdir of another run, WORKDIR/checkpoints/STEP, or a Hugging Face folder: a new run begins with these weights "
+            "alone; empty: with new ones.",
+            location=True,
+        ),
+        "on_config_change": Setting(
+            "refuse",
+            "When settings that change what the model computes, or which rows its steps see, are not those of the checkpoint: "
+            "refuse, or continue with the new values.",
+            choices=("refuse", "continue"),
+        ),
     },
     "eval": {
         "every_steps": Setting(100, "Steps between evaluations; 0 evaluates at the end only.", low=0),
@@ -469,6 +516,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none.", location=True),
     },
 }
+
+for _section, _settings in SETTINGS.items():
+    for _key, _setting in _settings.items():
+        _settings[_key] = dataclasses.replace(_setting, changes=_setting.changes or SECTION_CHANGES[_section])
 
 # What once was a setting, and what to do instead. Files saved by earlier versions are read without it.
 RETIRED = {

@@ -77,9 +77,10 @@ def converted(setting: Setting, value: Any) -> Any:
 
 def problem(setting: Setting, value: Any) -> str | None:
     """What is wrong with a value, with what would do where that is clear; None if nothing is."""
+    kind: Any = setting.type
     if value is None and setting.optional:
         return None
-    if type(value) is not setting.type:
+    if type(value) is not kind:
         return f"expected {setting.type.__name__}, got {type(value).__name__} {shown(value)}{_hint(setting, value)}"
     if setting.type is tuple and not all(isinstance(part, str) for part in value):
         return f"expected a tuple of strings, got {shown(value)}"

@@ -43,7 +43,8 @@ class BadRecords:
     def __init__(self, policy: str, list_path: pathlib.Path | None = None, lines: int = 0):
         """policy: "raise" or "skip"; list_path: JSON lines of those skipped, of which so many are kept."""
         self.policy, self.list_path, self.lines, self.count, self.empty = policy, list_path, lines, 0, 0
-        self._found, self._list = Found([], 0), None
+        self._found = Found([], 0)
+        self._list: Any = None
 
     def add(self, file: File, where: str, problem: str, count: int = 1) -> None:
         """Notes a bad record; with "raise", raises UserError with file and position."""
@@ -97,7 +98,7 @@ class Content:
     def of(cls, data: ml_collections.ConfigDict) -> Content:
         """From the section `data` (or one source's settings)."""
         fields = (data[f"{name}_field"] for name in ("text", "messages", "tools", "prompt", "completion"))
-        return cls(data.content, *fields, data.train_turns)
+        return cls(data.content, *fields, train_turns=data.train_turns)
 
     @property
     def columns(self) -> list[str]:

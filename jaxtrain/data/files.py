@@ -80,10 +80,10 @@ def find(entry: str, pattern: str, setting: str) -> list[File]:
       UserError: there is no such file, nothing matches, or a folder below cannot be read.
     """
     if entry == PYTHON_STDLIB:
-        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        stdlib = pathlib.Path(sysconfig.get_path("stdlib"))
         found = [
             (relative, path)
-            for relative, path in _walk(str(root), setting, _STDLIB_SKIPPED_FOLDERS.fullmatch)
+            for relative, path in _walk(str(stdlib), setting, _STDLIB_SKIPPED_FOLDERS.fullmatch)
             if relative.endswith(".py") and not _STDLIB_SKIPPED_FILES.fullmatch(os.path.basename(path))
         ]
         return [File(printable(f"{entry}/{relative}"), path) for relative, path in sorted(found)]
@@ -257,7 +257,8 @@ class _WholeFrames(io.RawIOBase):
 
     def __init__(self, decompressor: Any, stream: BinaryIO):
         self._decompressor, self._stream = decompressor, stream
-        self._frame, self._rest, self._ready = None, b"", memoryview(b"")
+        self._frame: Any = None
+        self._rest, self._ready = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True

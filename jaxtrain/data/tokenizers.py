@@ -85,19 +85,20 @@ class _Loaded:
             some = ", ".join(list(specials)[:8]) or "none"
             raise UserError(f"{name} does not say which token ends a document: set data.eos_token; its special tokens: {some}")
         self.fingerprint = hashlib.sha256(content + f"{self.bos_id} {self.eos_id}".encode()).hexdigest()[:16]
-        whole, *pieces = self.encode_batch(["".join(_PROBE), *_PROBE])
+        whole, *pieces = self.encode_batch(["".join(_PROBE), *_PROBE])  # type: ignore[attr-defined]  # the kinds have it
         self.splits_at_lines = list(whole) == [i for piece in pieces for i in piece]
 
     def count_bytes(self, ids: np.ndarray) -> int:
         """Bytes of text that ids stand for, none for special tokens; at most a few more where a character is cut."""
         ids = ids[~np.isin(ids, list(self.specials.values()))]
-        return sum(len(self.decode(part).encode()) for part in np.array_split(ids, 1 + len(ids) // 2**16))
+        parts = np.array_split(ids, 1 + len(ids) // 2**16)
+        return sum(len(self.decode(part).encode()) for part in parts)  # type: ignore[attr-defined]
 
     def _id_of(self, token: Any, setting: str) -> int | None:
         token = token["content"] if isinstance(token, dict) else token
         if not token:
             return None
-        found = self.specials.get(token, self._find(token))
+        found = self.specials.get(token, self._find(token))  # type: ignore[attr-defined]
         if found is None:
             raise UserError(f"{setting}: {self.name} has no token {token!r}; its special tokens: {', '.join(self.specials)}")
         return found

@@ -69,7 +69,10 @@ class Compiled:
 
     @functools.cached_property
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Of a program with pipeline stages, as `pipeline_schedule.Table.shares`; of experts, as if they were balanced."""
+        """Scope of a loop that runs once or not at all -> the share of cases in which it runs here, and in which anywhere.
+
+        Pipeline stages have such loops for each kind of work, experts for rows that overflow: none, since balance is assumed.
+        """
         table = pipeline_schedule.of(self.program.config, self.program.layout.size("pipeline"))
         own, busy = table.shares() if table else ({}, {})
         return own | {OVERFLOW: 0.0}, busy | {OVERFLOW: 0.0}

@@ -34,7 +34,11 @@ MAX_COMPILED = 64
 
 
 def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: str, reason: str) -> Plan:
-    """As `study.study`, of what can be said without the plugin. The first line of the report says that it is this."""
+    """A plan of what can be said without the plugin.
+
+    Args:
+      reason: why there is no plugin; the first line of the report has it.
+    """
     first = f"By formula only: {reason}"
     closed = closed_form.closed_form(config, topology.size)
     sent, notes = None, ()

@@ -113,7 +113,10 @@ def usable_bytes(gpu: Gpu) -> int:
 
 
 def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, name: str = "") -> Plan:
-    """Compiles the step of a config for a cluster and says what comes of it. Raises as `compile.compile_step`."""
+    """A plan of a config on a cluster, for which the step is compiled.
+
+    Raises ConfigError for a topology that is none or a config that does not fit it, UserError without the CUDA plugin.
+    """
     topology = compile.parse_topology(topology) if isinstance(topology, str) else topology
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()

@@ -5,7 +5,7 @@ Sizes are elements per token in a block without padding: D embed, N and K query 
 
 from __future__ import annotations
 
-# In the order in which a block makes them. `jaxtrain.memory.name` marks them in the model.
+# In the order in which a block makes them. `jaxtrain.remat.policy.name` marks them in the model.
 ACTIVATIONS: dict[str, str] = {
     "block_in": "D: the residual stream before a block; always kept",
     "attention_in": "D: normalized input of the projections",

@@ -29,14 +29,17 @@ def name(x: Any, name: str) -> Any:
 
 
 def named(name_: str, function: Callable, *args: Any) -> Any:
-    """`name(function(*args), name_)`; also what computes it, repeats it and differentiates it bears the name, in plans."""
+    """The activation `function(*args)`, marked with a name that its operations bear, too.
+
+    Plans read it there: in the forward, where it is recomputed, and in its backward.
+    """
     with jax.named_scope(name_):
         return name(function(*args), name_)
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What blocks keep. Of every `every` blocks, the last one keeps `kept` and the others keep everything.
+    """What blocks keep. In each group of `every` blocks, the last one keeps `kept` and the others keep everything.
 
     Attributes:
       kept: names of activations; None: everything.
@@ -48,21 +51,21 @@ class Remat:
     offloaded: tuple[str, ...] = ()
     every: int = 1
 
-    def recomputes_all(self, turn: int) -> bool:
-        """Whether the block at a turn of the pattern keeps nothing but its input."""
-        return self.kept == () and turn == self.every - 1
+    def recomputes_all(self, position: int) -> bool:
+        """Whether the block at a position of its group, counted from 0, keeps nothing but its input."""
+        return self.kept == () and position == self.every - 1
 
     def to_host(self, x: Any) -> Any:
         """A block's input, as it is kept when all is recomputed."""
         return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Host), x) if "block_in" in self.offloaded else x
 
     def from_host(self, x: Any) -> Any:
-        """The opposite of `to_host`."""
+        """A block's input, brought back to the device for its backward."""
         return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), x) if "block_in" in self.offloaded else x
 
-    def apply(self, part: Callable, turn: int) -> Callable:
-        """A part of the block at a turn of the pattern, under its policy."""
-        if self.kept is None or turn < self.every - 1:
+    def apply(self, part: Callable, position: int) -> Callable:
+        """A part of the block at a position of its group, counted from 0, under its policy."""
+        if self.kept is None or position < self.every - 1:
             return part
         on_device = [name for name in self.kept if name not in self.offloaded]
         named = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -110,7 +110,7 @@ def _connect(config, processes: Processes) -> None:
     started = time.monotonic()
     channel = control.join(processes, settings.init_timeout_s, settings.heartbeat_timeout_s)
     control.agree(agreement.facts(config))
-    if jax.config.jax_cpu_collectives_implementation not in ("gloo", "mpi"):
+    if jax.config.values["jax_cpu_collectives_implementation"] not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index)
     log.info("connected %d processes in %.1f s", processes.count, time.monotonic() - started)
@@ -153,7 +153,7 @@ _plugin_errors = _PluginErrors()
 @functools.cache
 def _warn_of_idle_gpus() -> None:
     """Once per process: a GPU that JAX cannot use is nearly always an installation without the CUDA extra."""
-    asked = str(jax.config.jax_platforms or "")
+    asked = str(jax.config.values["jax_platforms"] or "")
     if asked == "cpu" or jax.default_backend() != "cpu" or not (gpus := machine.nvidia_gpus()):
         return
     plugin = machine.cuda_plugin()

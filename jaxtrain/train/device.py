@@ -194,7 +194,7 @@ def device_functions(
 def _sum_over_devices(sums: LossSums, layout: Layout) -> LossSums:
     """Sums over all tokens: losses are equal on the devices of `tensor`, sums of a router perhaps not."""
     losses = psum(layout, sums[:3], *TOKEN_AXES)
-    return LossSums(*losses, balance.total(sums.routing, layout) if sums.routing else ())
+    return LossSums(*losses, routing=balance.total(sums.routing, layout) if sums.routing else ())
 
 
 def _norm(layout: Layout, squares: Any, dims: Any) -> jax.Array:

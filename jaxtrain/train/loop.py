@@ -20,7 +20,6 @@ import jax
 import ml_collections
 import numpy as np
 
-from jaxtrain import config as configs
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
@@ -38,7 +37,9 @@ from jaxtrain.plan import preflight
 from jaxtrain.runtime import control, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
-from jaxtrain.train.program import LAYER_ORDER, Program, build_program
+from jaxtrain.train.program import Program, build_program
+from jaxtrain.train.saving import Keeper
+from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -70,26 +71,23 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
     checkpoint = config.checkpoint
+    start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)
     with Checkpointer(workdir, checkpoint.save_every_steps, checkpoint.keep_last, checkpoint.keep_every_steps) as checkpointer:
+        start.check(checkpointer)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are read or made while the step compiles
             compiling = pool.submit(_compile_step, program)
             if config.runtime.check_memory:
                 preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
-            restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
-            state, facts, start = restored or (control.compiled_together(program.init)(config.train.seed), None, 0)
-            if restored:
-                state = program.in_own_order(state, facts.get(LAYER_ORDER))
+            state, steps_done = start.state(checkpointer)
             step_compiled, compile_s = compiling.result()
-        control.agree({"the step to continue from": start})  # and all have compiled
+        control.agree({"the step to continue from": steps_done})  # and all have compiled
         log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
-        if restored:
-            log.info("Continuing from the checkpoint of step %d", start)
-        resolved = _resolved(config, program)
-        first_process = jax.process_index() == 0
-        if first_process:
-            configs.save(resolved, workdir / "config.json")
-        with MetricsWriter(workdir, config.observe.tensorboard, start, enabled=first_process) as writer:
-            session = _Session(config, program, corpus, checkpointer, writer, step_compiled, start, lock)
+        first_process, finished = jax.process_index() == 0, steps_done >= config.train.num_steps
+        if first_process and not (finished and (workdir / "config.json").exists()):
+            start.record(steps_done)
+        with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
+            keeper = Keeper(checkpointer, lock, start.facts)
+            session = _Session(config, program, corpus, keeper, writer, step_compiled, steps_done)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -99,7 +97,7 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
         from jaxtrain.observe.plot import experts_plot, loss_plot
 
         path = workdir / "summary.json"
-        if start < config.train.num_steps or not path.exists():  # a finished run given again keeps its figures
+        if not finished or not path.exists():  # a finished run given again keeps its figures
             write_summary(workdir, summary)
         plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
         log.info("Wrote %s", " and ".join(map(str, [path, *plots])))
@@ -109,10 +107,9 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, checkpointer, writer, step_compiled, start: int, lock):
+    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, writer, step_compiled, start: int):
         self.config, self.program, self.corpus = config, program, corpus
-        self.checkpointer, self.writer, self.step_compiled, self.start = checkpointer, writer, step_compiled, start
-        self.lock = lock
+        self.keeper, self.writer, self.step_compiled, self.start = keeper, writer, step_compiled, start
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
         self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
@@ -121,7 +118,6 @@ class _Session:
         self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
-        self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
         self.eval_step = control.compiled_together(program.eval_step)
 
     @functools.cached_property
@@ -162,7 +158,7 @@ class _Session:
                     pending = (step, metrics)
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
-                    save_now = self.checkpointer.should_save(step, last)
+                    save_now = self.keeper.due(step, last)
                     if evaluate_now or save_now:
                         self._finish(*pending, bar)
                         pending = None
@@ -170,27 +166,25 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     if save_now and not stop.stopped():
-                        self.lock.require_held()
-                        self.checkpointer.save(step, state, self.facts)
+                        self.keeper.save(step, state, self.last_eval if evaluate_now else {})
                 if stop.stopped():
                     if pending:
                         self._finish(*pending, bar)
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
-            raise stop.error("", self.checkpointer.newest()) from None
+            raise stop.error("", self.keeper.newest()) from None
         finally:
             batches.close()
-        self.checkpointer.wait()
+        self.keeper.finish(num_steps)
         return state
 
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
-        if self.checkpointer.should_save(step, last=True) and step > self.start:
-            self.lock.require_held()
-            self.checkpointer.save(step, state, self.facts)
-        self.checkpointer.wait()
-        raise stop.error(f"step {step} was the last", self.checkpointer.newest())
+        if self.keeper.due(step, last=True) and step > self.start:
+            self.keeper.save(step, state, {})
+        self.keeper.wait()
+        raise stop.error(f"step {step} was the last", self.keeper.newest())
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
         """Waits for a step's metrics; shows and writes them when due; stops a run that goes nowhere."""
@@ -199,6 +193,7 @@ class _Session:
         self.last_metrics = metrics
         if metrics["targets"] == 0:
             log.warning("Step %d: the batch has no target token; loss and gradient are 0", step)
+        self.keeper.finished(step, int(metrics["skipped_in_row"]))
         if metrics["skipped_in_row"]:
             log.warning(
                 "Step %d: the gradient is not finite (norm %s); the update is skipped, %d in a row",
@@ -229,8 +224,7 @@ class _Session:
         if stop:
             raise UserError(
                 f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
-                "are those before the first of them. Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or see "
-                "the data of these steps; the same command continues from the newest checkpoint"
+                f"are those before the first of them. {self.keeper.advice()}"
             )
 
     def _evaluate(self, state: TrainState, step: int) -> None:
@@ -310,17 +304,6 @@ def _compile_step(program: Program) -> tuple[Any, float]:
     start = time.monotonic()
     compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
     return compiled, time.monotonic() - start
-
-
-def _facts(config, corpus: Corpus) -> dict[str, Any]:
-    """What must not change between a checkpoint and its continuation: with it, batch and dropout of each step would."""
-    prints = corpus.fingerprints  # of one source as earlier versions wrote it
-    return {
-        "data_fingerprint": prints if len(prints) > 1 else next(iter(prints.values())),
-        "data.global_batch_rows": config.data.global_batch_rows,
-        "data.seq_len_tokens": config.data.seq_len_tokens,
-        "train.seed": config.train.seed,
-    }
 
 
 def _resolved(config: ml_collections.ConfigDict, program: Program) -> ml_collections.ConfigDict:

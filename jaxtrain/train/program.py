@@ -52,7 +52,7 @@ class Program:
     batch_sharding: NamedSharding  # of each array of a training batch
     eval_batch_sharding: NamedSharding  # of each array [b, T] of an evaluation batch
     init: Callable[[int], TrainState]  # seed -> state
-    train_step: Callable  # (state, batch, learning rate) -> (state, metrics); the state is donated
+    train_step: jax.stages.Wrapped  # (state, batch, learning rate) -> (state, metrics); the state is donated
     eval_step: Callable[[Any, Batch], LossSums]  # (params, batch [b, T]) -> sums
     loss_and_grads: Callable  # (params, batch, step) -> (metrics, mean gradients): the step without its update
     logits: Callable[[Any, Batch], jax.Array]  # (params, batch [b, T]) -> [b, T, vocab_size] float32

@@ -12,7 +12,7 @@ import shutil
 from typing import Any
 
 from jaxtrain.checkpoint.hf import config_json
-from jaxtrain.checkpoint.hf.reading import Source
+from jaxtrain.checkpoint.hf.reading import Source, is_folder, open_source
 from jaxtrain.checkpoint.hf.tensor_files import INDEX
 from jaxtrain.errors import UserError
 
@@ -43,6 +43,14 @@ def keep(source: Source, workdir: str | pathlib.Path) -> None:
         (target / TENSORS).write_text(json.dumps(found))
     except OSError as error:
         raise UserError(f"{target}: cannot be written: {error.strerror}") from error
+
+
+def take_over(source: pathlib.Path, workdir: pathlib.Path) -> None:
+    """`keep`, of a Hugging Face folder or of a run that keeps such a folder itself; else nothing."""
+    if is_folder(source):
+        keep(open_source(source), workdir)
+    elif (source / FOLDER).is_dir() and not (workdir / FOLDER).exists():
+        shutil.copytree(source / FOLDER, workdir / FOLDER)
 
 
 def copy(source: pathlib.Path, target: pathlib.Path) -> list[str]:

@@ -51,6 +51,7 @@ MEANING = (
         "router_groups router_top_groups router_bias capacity_factor",
         lambda m: m["num_experts"] > 0,
     ),
+    ("max_len_tokens", lambda m: m["position"] == "learned"),
     ("mlp_dim", lambda m: not m["num_experts"] or m["dense_first_layers"] > 0),
     ("router_top_groups", lambda m: m["router_groups"] > 1),
 )
@@ -116,7 +117,7 @@ def model_section(config: Mapping[str, Any], where: str = NAME) -> tuple[Family,
     ]
     if not problems:  # what follows from several keys needs them all
         try:
-            model |= family.fixed | family.derive(dict(config))
+            model |= {**family.fixed} | family.derive(dict(config))
             if family.rope_theta:
                 found, wrong = read_rope(dict(config), family.rope_theta)
                 model, problems = model | found, problems + wrong
@@ -144,10 +145,10 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
     differences = {}
     for family in candidates:
         found = _write_keys(model, family)
-        differences[family] = _differences(model, family, found) if found else ["sizes"]
+        differences[family] = _differences(model, family, found) if found else ["a setting for which it has no word"]
         if not differences[family]:
             kept = {key: value for key, value in carried.items() if value is not None and key not in ROPE_KEYS}
-            if carried and _counting(model_section(carried)[1]) != _counting(model.to_dict()):
+            if carried and settings_that_count(model_section(carried)[1]) != settings_that_count(model.to_dict()):
                 harmless = HARMLESS | set(family.harmless)
                 kept = {key: value for key, value in kept.items() if key in harmless or key.startswith("_")}
             names = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -182,7 +183,8 @@ def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
 
 
 def settings_that_count(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a whole model section, the settings that determine its function and the shapes of its weights."""
+    """Of a model section, in which defaults may be left out, what determines its function and the shapes of its weights."""
+    model = {key: setting.default for key, setting in SETTINGS["model"].items()} | dict(model)
     idle = {key for keys, holds in MEANING if not holds(model) for key in keys.split()} | FREE
     return {key: value for key, value in model.items() if key not in idle}
 
@@ -219,24 +221,18 @@ def _write_keys(model: ml_collections.ConfigDict, family: Family) -> dict[str, A
     try:
         names = [(name, key) for key in family.keys for name in (key.theirs, key.alias) if name]
         found = {name: key.write(model[key.settings[0]]) for name, key in names} | family.underive(model)
+        found |= write_rope(model) if family.rope_theta else {}
+        return found | (write_windows(model, family.windows) if family.windows else {})
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return {}
-    if family.rope_theta:
-        found |= write_rope(model)
-    return found | (write_windows(model, family.windows) if family.windows else {})
 
 
 def _differences(model: ml_collections.ConfigDict, family: Family, found: dict[str, Any]) -> list[str]:
     """Settings that would be read back with another value."""
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     try:
-        theirs = _counting(model_section(names | found)[1])
+        theirs = settings_that_count(model_section(names | found)[1])
     except ConfigError as error:
         return error.problems
-    ours = _counting(model.to_dict())
+    ours = settings_that_count(model.to_dict())
     return [f"model.{key}={value!r} ({theirs.get(key)!r} there)" for key, value in ours.items() if theirs.get(key) != value]
-
-
-def _counting(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings_that_count` of a section in which defaults may be left out."""
-    return settings_that_count({key: setting.default for key, setting in SETTINGS["model"].items()} | dict(model))

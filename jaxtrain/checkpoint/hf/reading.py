@@ -82,6 +82,16 @@ def load(
       ConfigError: the model section is not that of the folder's config.json.
       UserError: tensors are missing, unexpected, or of another shape or dtype.
     """
+    found, leaves = check(source, abstract_params, model, layer_order, narrow)
+    entries = source.entries
+    arrays = [_place(found[name], leaf, entries) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
+
+
+def check(
+    source: Source, abstract_params: Any, model: ml_collections.ConfigDict, layer_order: Sequence[int], narrow: bool = False
+) -> tuple[dict[str, tables.Parameter], dict[str, Any]]:
+    """Raises what `load` raises, before any tensor is read; returns the parameters' tensors, and their leaves, by name."""
     _require_same_model(source, model)
     leaves = {name.replace("/", "."): leaf for name, leaf in named_leaves(abstract_params).items()}
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -97,17 +107,15 @@ def load(
             f"{source.folder}: {wide[0]} is float64, of {len(wide)} such tensors; weights are kept in float32, and narrowing "
             "must be asked for: python -m jaxtrain.convert import --narrow"
         )
-    arrays = [_place(found[name], leaf, entries) for name, leaf in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
+    return found, leaves
 
 
 def _require_same_model(source: Source, model: ml_collections.ConfigDict) -> None:
-    whole = dict(model.to_dict())
-    ours, theirs = (config_json.settings_that_count(section) for section in (whole, whole | source.model))
+    ours, theirs = map(config_json.settings_that_count, (model.to_dict(), source.model))
     problems = [
-        f"model.{key}: {ours.get(key)!r} in this run, {theirs.get(key)!r} by {source.folder}/{config_json.NAME}"
-        for key in sorted(ours | theirs)
-        if ours.get(key) != theirs.get(key)
+        f"model.{key}: {ours[key]!r} in this run, {theirs[key]!r} by {source.folder}/{config_json.NAME}"
+        for key in sorted(ours.keys() & theirs.keys())
+        if ours[key] != theirs[key]
     ]
     if problems:
         raise ConfigError([*problems, f"--config=configs/hf.py:{source.folder} has the folder's model section"])

@@ -125,9 +125,9 @@ def open_folder(folder: pathlib.Path) -> dict[str, Header]:
             problems.append(str(error))
     if not problems:
         lost = [(tensor, file) for tensor, file in where.items() if tensor not in headers[file].entries]
-        held = [(tensor, file) for file, header in headers.items() for tensor in header.entries]
+        known = [(tensor, file) for file, header in headers.items() for tensor in header.entries]
         problems = [f"{tensor} is not in {file}, where {INDEX} has it" for tensor, file in lost]
-        problems += [f"{tensor} in {file} is not named there by {INDEX}" for tensor, file in held if where.get(tensor) != file]
+        problems += [f"{tensor} in {file} is not named there by {INDEX}" for tensor, file in known if where.get(tensor) != file]
     if problems:
         raise UserError(listed(f"{folder}: the files do not fit together:", problems))
     return headers

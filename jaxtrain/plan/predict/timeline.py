@@ -74,7 +74,7 @@ def simulate(
     """The timeline of a scheduled program.
 
     Args:
-      collectives: those of the program, as `collectives.collectives` gives them.
+      collectives: those of the program.
       unknown_trips: iterations of loops whose number only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """

@@ -197,7 +197,10 @@ class Module:
         return None
 
     def _count(self, loop: Instruction, index: int) -> int | None:
-        """Runs of a loop by the element of its state that counts them. Raises as `_scalar` when another does."""
+        """Iterations of a loop, by the element of its state that counts them.
+
+        Raises KeyError, ValueError or IndexError when that element does not count.
+        """
         body, condition = (self.computations[called] for called in loop.called)
         counter = self._scalar(self._element(self.nodes[loop.operands[0]], index), ())
         following = self._element(body.root, index)

@@ -1,0 +1,128 @@
+"""Which checkpoint is continued from: the newest whole one that is wanted and fits, the same on all processes.
+
+Owns the messages when none does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from jaxtrain.checkpoint import arrays, files
+from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
+
+FORMAT = 1  # of facts.json and the division into items; raised when an older program could not read a newer checkpoint
+_SHOWN = 5  # leaves named in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which checkpoint a run may continue from.
+
+    Attributes:
+      problems: (saved facts, names of arrays that do not fit) -> why the checkpoint is of another run, a line each.
+      step: go on from this step even if later ones exist; None: from the newest.
+      continues: saved facts -> whether a later checkpoint was saved after going on from `step` in the same way; the newest
+        such one is taken then, so that a command that is given again goes on instead of going back once more.
+    """
+
+    problems: Callable[[dict, list[str]], list[str]] = lambda facts, misfits: []
+    step: int | None = None
+    continues: Callable[[dict], bool] = lambda facts: False
+
+
+def choose(
+    root: pathlib.Path, leaves: dict, wanted: Wanted, items: tuple[str, ...], contents: bool = True
+) -> tuple[int | None, dict, dict[int, str]]:
+    """The newest whole step that is wanted and fits, what it records, and the reasons of damaged newer ones; the same on all
+    processes.
+
+    Damage is judged by files and checksums alone. An error while reading arrays later (memory, network) is no damage.
+    """
+    damaged: dict[int, str] = {}
+    while True:
+        listing = json.loads(on_first(lambda: json.dumps(_candidates(root, wanted))))  # anew each time: a run may be saving
+        if wanted.step is not None and not listing:
+            there = ", ".join(map(str, files.steps(root))) or "none"
+            raise UserError(f"no checkpoint of step {wanted.step} in {root}; there are: {there}")
+        untried = [step for step in listing if step not in damaged]
+        if not untried:
+            return None, {}, damaged
+        step, folder = untried[-1], root / str(untried[-1])
+        reason = on_first(functools.partial(files.damage, folder, items))
+        if not reason:
+            record = files.read_facts(folder)
+            _check_fits(folder, record, leaves, wanted, items)
+            share = jax.process_index(), jax.process_count()
+            reason = next(filter(None, control.gather(files.data_damage(folder, items, *share) if contents else "")), "")
+        if not reason:
+            return step, record, damaged
+        damaged[step] = reason
+
+
+def _candidates(root: pathlib.Path, wanted: Wanted) -> list[int]:
+    """Steps to continue from, damaged ones among them."""
+
+    def continues(step: int) -> bool:
+        folder = root / str(step)
+        return not files.damage(folder) and wanted.continues(files.read_facts(folder)["facts"])
+
+    steps = files.steps(root)
+    return steps if wanted.step is None else [s for s in steps if s == wanted.step or s > wanted.step and continues(s)]
+
+
+def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, wanted: Wanted, items: tuple[str, ...]) -> None:
+    """Raises UserError if a checkpoint is of another run: other facts, or leaves of another name, shape or dtype."""
+    if record.get("format") != FORMAT:
+        raise UserError(f"{folder} has format {record.get('format')}, this program reads format {FORMAT}")
+    saved = {name: text for name, text in record["leaves"].items() if arrays.item_of(name) in items}
+    mine = {name: arrays.text_of(leaf) for name, leaf in leaves.items()}
+    names = sorted(saved.keys() | mine.keys(), key=lambda name: (arrays.item_of(name), name))  # parameters first
+    misfits = [name for name in names if saved.get(name) != mine.get(name)]
+    problems = wanted.problems(record["facts"], misfits)
+    if misfits and problems and not any(arrays.item_of(name) == "params" for name in misfits):
+        problems.append(f"so {len(misfits)} arrays of the optimizer's state differ")
+    elif misfits:
+        more = f" (the first {_SHOWN} are shown)" if len(misfits) > _SHOWN else ""
+        problems.append(f"{len(misfits)} of {len(names)} arrays differ{more}:")
+        problems += [
+            f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {mine.get(name, 'absent')} in this run"
+            for name in misfits[:_SHOWN]
+        ]
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        cure = (
+            "To continue that run, give it the settings and data it was started with. "
+            + (
+                ""
+                if misfits
+                else "To go on with the new values, set checkpoint.on_config_change=continue (for data: data.on_change). "
+            )
+            + f"For another run choose another --workdir, which can begin with these weights: checkpoint.init_from={folder}."
+        )
+        if items == ("params",):
+            cure = "To take its weights, give the settings of section model that it was trained with."
+        raise UserError(f"the checkpoint {folder} does not fit this run:\n{lines}\nNothing was changed. {cure}")
+
+
+def on_first(function: Callable[[], str]) -> str:
+    """What the function returns on process 0, on every process. Raises UserError where files may not be read or moved."""
+    try:
+        return control.gather(function() if jax.process_index() == 0 else "")[0]
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}. Checkpoints are left as they are.") from error
+
+
+def all_damaged(root: pathlib.Path, damaged: dict[int, str]) -> str:
+    """The message when there are checkpoints and none can be used."""
+    lines = "\n".join(f"  step {step}: {reason}" for step, reason in damaged.items())
+    return (
+        f"no usable checkpoint in {root}:\n{lines}\nNothing was changed. Put whole copies back, or move the folder away "
+        "to start from step 0."
+    )

@@ -1,0 +1,179 @@
+"""What a run begins with: its own newest checkpoint, the weights of another run, or new weights; and which settings changed.
+
+Owns the facts that are saved with each checkpoint, what of them may differ when a run goes on, and WORKDIR/config.json and
+config_history.jsonl.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import pathlib
+import time
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from jaxtrain import config as configs
+from jaxtrain.checkpoint.hf import carried, reading
+from jaxtrain.checkpoint.manager import FOLDER, Checkpointer, Wanted, restore_params
+from jaxtrain.config import settings
+from jaxtrain.config.changes import Change, changes, recorded
+from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
+from jaxtrain.train.optimizer import learning_rate
+from jaxtrain.train.program import LAYER_ORDER, Program
+from jaxtrain.train.state import TrainState
+
+log = logging.getLogger(__name__)
+HISTORY = "config_history.jsonl"
+
+
+class Start:
+    """The beginning of a run in a workdir.
+
+    Args:
+      config: with all sizes of the mesh filled in.
+      fingerprints: of the training rows, by source.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, program: Program, fingerprints: dict, workdir: pathlib.Path):
+        self._config, self._program, self._workdir = config, program, workdir
+        self._own = recorded(config)
+        text = fingerprints if len(fingerprints) > 1 else next(iter(fingerprints.values()))  # of one source as ever
+        self.facts = {"data_fingerprint": text, "config": self._own, LAYER_ORDER: program.layer_order}
+        self._changes: list[Change] = []
+        self._wanted = Wanted(self._problems, config.checkpoint.restore_step or None, self._continues)
+
+    def check(self, checkpointer: Checkpointer) -> None:
+        """Raises UserError, before anything is compiled, if the run cannot go on from the checkpoint that there is."""
+        found, source = checkpointer.look(self._program.abstract_state, self._wanted), self._config.checkpoint.init_from
+        if not found and source:
+            _weights_of(source, self._program, self._own, read=False)
+
+    def state(self, checkpointer: Checkpointer) -> tuple[TrainState, int]:
+        """The state to begin with, and the steps that it has behind it."""
+        restored = checkpointer.restore_newest(self._program.abstract_state, self._wanted)
+        source = self._config.checkpoint.init_from
+        if not restored:
+            state = control.compiled_together(self._program.init)(self._config.train.seed)
+            if source:
+                jax.tree.map(lambda x: x.delete(), state.params)  # room for the others
+                state = dataclasses.replace(state, params=_weights_of(source, self._program, self._own))
+            return state, 0
+        state, facts, step = restored
+        log.info("Continuing from the checkpoint of step %d", step)
+        if source:
+            log.info("checkpoint.init_from is for a run without checkpoints: %s is not read", source)
+        self._tell_changes(facts, step)
+        zero = jax.device_put(np.int32(0), state.skipped_in_row.sharding)  # the count is of this run's own steps
+        state = dataclasses.replace(self._program.in_own_order(state, facts.get(LAYER_ORDER)), skipped_in_row=zero)
+        return state, step
+
+    def record(self, step: int) -> None:
+        """Writes config.json, and to config_history.jsonl what changed since the checkpoint of `step`. For one process."""
+        values = {change.key: [change.old, change.new] for change in self._changes}
+        row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changes": values}
+        try:
+            if values:
+                with (self._workdir / HISTORY).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            configs.save(self._config, self._workdir / "config.json")
+            source = pathlib.Path(self._config.checkpoint.init_from).expanduser()
+            if self._config.checkpoint.init_from and not step:
+                carried.take_over(source, self._workdir)
+        except OSError as error:
+            raise UserError(f"--workdir={self._workdir}: cannot be written ({error.strerror})") from error
+
+    def _problems(self, facts: dict, misfits: list[str]) -> list[str]:
+        """Why a checkpoint is of another run; with arrays that do not fit, also what else may be the reason for it."""
+        refuses = self._config.checkpoint.on_config_change == "refuse"
+        sections = {"model" if name.startswith("params/") else "optimizer" for name in misfits}
+        found = changes(saved_settings(facts, self._workdir, self._own), self._own)
+        problems = [
+            f"{change.key}: {change.old!r} in the checkpoint, {change.new!r} in this run"
+            for change in found
+            if refuses and change.kind in (settings.FUNCTION, settings.ROWS) or change.key.split(".")[0] in sections
+        ]
+        old, new = facts.get("data_fingerprint"), self.facts["data_fingerprint"]
+        explained = not refuses and any(change.key.startswith("data.") and change.kind == settings.ROWS for change in found)
+        if old != new and not explained and self._config.data.on_change == "refuse":
+            problems.append(f"data_fingerprint: {old!r} in the checkpoint, {new!r} in this run (data.on_change)")
+        return problems
+
+    def _continues(self, facts: dict) -> bool:
+        """Whether a checkpoint was saved by a run that went on from the same step with the same settings."""
+        old = saved_settings(facts, self._workdir, self._own)
+        same = old["checkpoint"]["restore_step"] == self._config.checkpoint.restore_step
+        return same and all(change.kind == settings.NOTHING for change in changes(old, self._own))
+
+    def _tell_changes(self, facts: dict, step: int) -> None:
+        old = saved_settings(facts, self._workdir, self._own)
+        self._changes = changes(old, self._own)
+        told = [change for change in self._changes if change.kind != settings.NOTHING]
+        text, own_text = facts.get("data_fingerprint"), self.facts["data_fingerprint"]
+        if text != own_text:
+            told.append(Change("data_fingerprint", text, own_text, settings.ROWS))
+        for change in told:
+            level = logging.INFO if change.kind == settings.TRAINING else logging.WARNING
+            log.log(level, "Changed since step %d: %s: %s -> %s", step, change.key, _text(change.old), _text(change.new))
+        before, now = (learning_rate(ml_collections.ConfigDict(tree), step) for tree in (old, self._own))
+        if step < self._config.train.num_steps and abs(now - before) > 1e-6 * max(now, before):
+            last = learning_rate(ml_collections.ConfigDict(old), step - 1)
+            log.warning("So the learning rate of step %d is %.3g, after %.3g in step %d", step + 1, now, last, step)
+
+
+def saved_settings(facts: dict, workdir: pathlib.Path, otherwise: dict) -> dict:
+    """The settings that a checkpoint was saved with; earlier versions left most of them in the workdir alone.
+
+    `otherwise`: taken for what is recorded nowhere.
+    """
+    if "config" in facts:
+        return recorded(facts["config"])
+    try:
+        tree = recorded(json.loads((workdir / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError):
+        log.warning("%s: does not say with which settings its checkpoints were saved: they are not compared", workdir)
+        tree = copy.deepcopy(otherwise)
+    for name, value in facts.items():
+        section, _, key = name.partition(".")
+        if key in tree.get(section, {}):
+            tree[section][key] = value
+    return tree
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _weights_of(source: str, program: Program, own: dict, read: bool = True) -> Any:
+    """The weights of another run's checkpoint or of a Hugging Face folder, on this program's shardings.
+
+    Settings of another run's model that differ are told. Raises UserError: no weights there, or of another model.
+    """
+    path = pathlib.Path(source).expanduser()
+    if reading.is_folder(path):
+        return _weights_of_hugging_face(path, program, read)
+    in_folder = path.parent.name == FOLDER and path.name.isdecimal()
+    workdir, step = (path.parent.parent, int(path.name)) if in_folder else (path, None)
+    params, facts, step = restore_params(workdir, program.abstract_state.params, step, read)
+    if not read:
+        return None
+    log.info("Weights come from the checkpoint of step %d in %s (checkpoint.init_from)", step, workdir)
+    for change in changes(saved_settings(facts, workdir, own), own):
+        if change.kind == settings.FUNCTION:
+            log.warning("That run had another %s: %s -> %s", change.key, _text(change.old), _text(change.new))
+    return program.in_own_order(params, facts.get(LAYER_ORDER))
+
+
+def _weights_of_hugging_face(folder: pathlib.Path, program: Program, read: bool) -> Any:
+    source = reading.open_source(folder)
+    reading.check(source, program.abstract_state.params, program.model, program.layer_order)
+    if not read:
+        return None
+    log.info("Weights come from %s (checkpoint.init_from)", folder)
+    return reading.load(source, program.abstract_state.params, program.model, program.layer_order)

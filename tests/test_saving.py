@@ -1,0 +1,77 @@
+"""Which states are saved: none while steps are being skipped, and what is advised then."""
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.train.saving import Keeper
+
+
+class Checkpoints:
+    """In place of a Checkpointer: notes what it is asked for."""
+
+    def __init__(self, *saved):
+        self.saved, self.rotated = list(saved), []
+
+    def should_save(self, step, last):
+        return last or step % 5 == 0
+
+    def save(self, step, state, facts):
+        self.saved.append(step)
+
+    def rotate(self, good_step):
+        self.rotated.append(good_step)
+
+    def wait(self):
+        pass
+
+    def newest_before(self, step):
+        return max((saved for saved in self.saved if saved < step), default=0)
+
+
+class Held:
+    """In place of a lock that is held."""
+
+    def require_held(self):
+        pass
+
+
+def keeper_after(checkpoints, skipped, evaluations=None, last=0):
+    """A keeper that has seen steps 1, 2, ...; `skipped`: of each, skips in a row up to it."""
+    keeper = Keeper(checkpoints, Held(), {})
+    for step, in_row in enumerate(skipped, 1):
+        keeper.finished(step, in_row)
+        if keeper.due(step, step == last):
+            keeper.save(step, None, (evaluations or {}).get(step, {}))
+    return keeper
+
+
+def test_a_save_that_is_due_waits_until_a_step_is_fine():
+    checkpoints = Checkpoints()
+    keeper_after(checkpoints, [0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 1])
+    assert checkpoints.saved == [7, 10]
+    assert checkpoints.rotated == [1, 2, 3, 7, 8, 9, 10]
+
+
+def test_weights_without_a_finite_held_out_loss_are_not_saved():
+    checkpoints = Checkpoints()
+    keeper_after(checkpoints, [0] * 5 + [1, 2], {5: {"eval_loss": float("nan")}})
+    assert checkpoints.saved == []
+
+
+def test_a_run_that_ends_while_skipping_says_so():
+    checkpoints = Checkpoints()
+    keeper = keeper_after(checkpoints, [0] * 6 + [1, 2], last=8)
+    with pytest.raises(UserError, match="ended at step 8 with weights that are not saved: .*checkpoint.restore_step=5 "):
+        keeper.finish(8)
+    assert checkpoints.saved == [5]
+
+
+@pytest.mark.parametrize("first_bad, advised", [(12, "restore_step=10"), (11, "restore_step=5"), (6, "another --workdir")])
+def test_the_step_advised_was_followed_by_a_finite_gradient(first_bad, advised):
+    checkpoints = Checkpoints(5, 10)
+    keeper = Keeper(checkpoints, Held(), {})
+    for in_row in (1, 2, 3):
+        keeper.finished(first_bad + in_row - 1, in_row)
+    if first_bad == 6:
+        checkpoints.saved = [5]
+    assert advised in keeper.advice()
