@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.command_line import command, folder, require_ranges, split_overrides, writable
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import chatter
 
 if TYPE_CHECKING:
     from jaxtrain.data.tokenizers import Tokenizer
@@ -165,6 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.chat:
         before = [{"role": "system", "content": args.system}] if args.system else []
         prompts = [[*before, {"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    chatter.load_jax()
     from jaxtrain.observe.progress import setup_logging
 
     setup_logging()

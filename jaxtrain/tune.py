@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.command_line import command, folder, load_config, parser_of, require_ranges, writable
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import chatter
 
 if TYPE_CHECKING:
     from jaxtrain.plan.search.search import Result
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     from rich.console import Console  # late: a refused config must not wait for jax
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    chatter.load_jax(config.observe.verbose)
     from jaxtrain.observe.progress import setup_logging
     from jaxtrain.plan import compile
     from jaxtrain.plan.search import search

@@ -5,8 +5,8 @@
 Each process finds the others through JAX_COORDINATOR_ADDRESS (a free loopback port), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 --devices-per-process=N appends `--config.runtime.fake_devices=N` to the command, so it needs a command that takes config
 overrides. Lines of processes other than 0 begin with [1], [2], ...; gloo's lines about its connections are dropped. As soon
-as one process fails all others are stopped (SIGTERM, after 3 s SIGKILL) and its exit code is this command's (128 + n for
-signal n). Ctrl-C and SIGTERM stop all.
+as one process fails all others must end within 5 s, or are stopped (SIGTERM, after 3 s SIGKILL), and its exit code is this
+command's (128 + n for signal n). Ctrl-C and SIGTERM are passed on to all and waited for; a second one kills.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 GRACE_S = 3.0
+OTHERS_S = 5.0  # for processes to end by themselves because one has failed
+SAVE_S = 300.0  # and because of a signal; a second one does not wait
 GLOO_CHATTER = b"[Gloo] Rank "  # several lines for each group of devices, straight to stdout: no setting silences them
 
 
@@ -60,12 +62,18 @@ def run(command: Sequence[str], count: int) -> int:
             codes = [process.poll() for process in processes]
             failed = [index for index, code in enumerate(codes) if code]
             if failed:
-                return report(failed[0], codes[failed[0]], count)
+                report(failed[0], codes[failed[0]], count)
+                wait(processes, OTHERS_S)  # they learn of it, and say so
+                return 128 - codes[failed[0]] if codes[failed[0]] < 0 else codes[failed[0]]
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
         print(f"launch_local: stopping {count} processes (signal {stopped_by[0]})", file=sys.stderr, flush=True)
-        return 128 + stopped_by[0]
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(stopped_by[0])
+        wait(processes, SAVE_S, until=lambda: len(stopped_by) > 1)  # a trainer saves its step
+        return 0 if all(process.poll() == 0 for process in processes) else 128 + stopped_by[0]
     except OSError as error:
         print(f"launch_local: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127
@@ -93,6 +101,13 @@ def start(command: Sequence[str], count: int, index: int, port: int) -> subproce
         env=os.environ | variables,
         start_new_session=True,
     )
+
+
+def wait(processes: Sequence[subprocess.Popen], seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+    """Waits so long at most for all to end, or `until` is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not until() and any(process.poll() is None for process in processes):
+        time.sleep(0.05)
 
 
 def stop(processes: Sequence[subprocess.Popen]) -> None:
@@ -124,12 +139,11 @@ def copy_lines(source, sink, index: int) -> None:
             sink.flush()
 
 
-def report(index: int, code: int, count: int) -> int:
-    """Says which process failed; returns the exit code for this command."""
+def report(index: int, code: int, count: int) -> None:
+    """Says which process failed."""
     how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
     others = f"; stopping the other {count - 1}" if count > 1 else ""
     print(f"launch_local: process {index} {how}{others}", file=sys.stderr, flush=True)
-    return 128 - code if code < 0 else code
 
 
 def free_port() -> int:

@@ -26,6 +26,7 @@ from jaxtrain.data.packing import EMPTY, Packed
 from jaxtrain.data.shards import Store, Writer
 from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import stop
 
 Batch = dict[str, np.ndarray]
 
@@ -195,6 +196,7 @@ def _folder_for_workers() -> tempfile.TemporaryDirectory:
 def _start_worker(index: int, count: int) -> None:
     """In a worker: Grain imports jax there, so make sure that whatever starts a backend gets no device of the trainer's."""
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="")
+    stop.follow_parent()
 
 
 def _checked(rows: np.ndarray, batch_rows: int) -> np.ndarray:

@@ -6,6 +6,7 @@ domain) are neighbours on the last axes, since jax orders devices by process and
 
 from __future__ import annotations
 
+import collections
 import logging
 import math
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.parallel.axes import AXES, mesh_sizes
+from jaxtrain.runtime import control
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +31,13 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = mesh_sizes(config, len(devices))
-    per_process = max(1, math.gcd(*(sum(d.process_index == p for d in devices) for p in {d.process_index for d in devices})))
-    if per_process % sizes["tensor"] and len(devices) > per_process:
+    counts = collections.Counter(control.host_of(d.process_index) for d in devices)
+    per_node = math.gcd(*counts.values())
+    if per_node % sizes["tensor"] and len(counts) > 1 and jax.process_index() == 0:
         log.warning(
             "mesh.tensor=%d crosses nodes of %d devices: its four collectives a layer then run at network speed, "
             "typically 10x slower than inside a node",
             sizes["tensor"],
-            per_process,
+            per_node,
         )
     return Mesh(np.array(devices).reshape([sizes[a] for a in AXES]), AXES, axis_types=(AxisType.Auto,) * len(AXES))

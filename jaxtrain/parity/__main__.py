@@ -8,6 +8,7 @@ from jaxtrain import api
 from jaxtrain.command_line import command, load_config, parser_of, require_ranges
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.parity import shrink
+from jaxtrain.runtime import chatter
 
 MAX_DEVICES = 64
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     require_ranges(("--devices", args.devices, 1, MAX_DEVICES))
     from rich.console import Console  # late: a refused config must not wait for it
 
+    chatter.load_jax(config.observe.verbose)
     from jaxtrain.observe.progress import setup_logging
 
     setup_logging()

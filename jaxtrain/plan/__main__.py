@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jaxtrain import api
 from jaxtrain.command_line import command, load_config, parser_of, require_ranges, writable
+from jaxtrain.runtime import chatter
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the plan
     from rich.console import Console  # late: a refused config must not wait for jax
 
+    chatter.load_jax(config.observe.verbose)
     from jaxtrain.observe.progress import setup_logging
     from jaxtrain.plan import compile
     from jaxtrain.plan.search import advice, compare

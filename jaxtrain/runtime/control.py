@@ -74,6 +74,11 @@ def compiled_together(function: Any) -> Callable[..., Any]:
     return call
 
 
+def host_of(process: int) -> str:
+    """The host that a process runs on, by name; without other processes, as in a plan, each is taken for a host of its own."""
+    return current.hosts[process] if current and process < len(current.hosts) else f"host {process}"
+
+
 def close() -> None:
     """Waits for all processes to come here; afterwards the end of another is its own affair."""
     if current and not current.closing:

@@ -16,8 +16,8 @@ import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import agreement, compat, control, machine
-from jaxtrain.runtime.cluster import Processes, find_processes
+from jaxtrain.runtime import agreement, chatter, compat, control, machine
+from jaxtrain.runtime.cluster import Processes, find_processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
 
@@ -37,7 +37,10 @@ def initialize(config) -> None:
     _use_compile_cache(settings.compile_cache_dir)
     if processes.count > 1 and not control.current:
         _connect(config, processes)
-    _start_devices(settings)
+    with chatter.hidden(config.observe.verbose):
+        _start_devices(settings)
+    if note := not_a_task():
+        log.warning("%s", note)
     _warn_of_idle_gpus()
 
 
