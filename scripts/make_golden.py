@@ -2,11 +2,12 @@
 
     python -m pip install torch transformers numpy
     python scripts/make_golden.py            # rewrites tests/golden/*.npz, prints versions and what they contain
+    python scripts/make_golden.py gemma3     # those of some models alone
 
 For each tiny model in `MODELS` the weights are random (norm scales and biases too, so that every one matters), and one
 file holds: the `model` section of our config, weights, tokens, logits, loss (mean cross-entropy of the next token) and
 the gradient of every weight, all float32, with eager attention. `llama3_curve.npz` holds 30 steps of torch's AdamW from
-the weights of `llama3.npz`. Weights and gradients have our names and shapes (`llama_parameters`, `gpt2_parameters` are
+the weights of `llama3.npz`. Weights and gradients have our names and shapes (`llama_parameters` and its like are
 the mapping), with vocab_size rows in the tables: padding them is up to the reader. The tests need neither torch nor
 transformers, and never run this file.
 """
@@ -17,6 +18,7 @@ import json
 import math
 import pathlib
 import platform
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -115,7 +117,68 @@ MODELS = {
         "router_top_groups": 2,
     },
 }
+# Layers 2 and 5 see everything, by a stretched base of their own.
+MODELS["gemma3"] = COMMON | {
+    "num_layers": 5,
+    "mlp": "geglu",
+    "norm_unit_offset": True,
+    "post_norms": True,
+    "qk_norm": True,
+    "scale_embeddings": True,
+    "tie_embeddings": True,
+    "attention_scale": 10**-0.5,
+    "sliding_window_tokens": 5,
+    "layer_pattern": ["local", "global", "local"],
+    "rope_local_theta": 20.0,
+    "rope_theta": 400.0,
+    "rope_scaling": "linear",
+    "rope_scaling_factor": 3.0,
+}
+MODELS["cohere"] = COMMON | {
+    "num_layers": 2,
+    "head_dim": 6,
+    "block": "parallel",
+    "norm": "layernorm",
+    "norm_bias": False,
+    "tie_embeddings": True,
+    "logit_scale": 0.25,
+}
+MODELS["gpt_neox"] = COMMON | {
+    "num_layers": 2,
+    "num_kv_heads": 4,
+    "head_dim": 6,
+    "rotary_dim": 4,
+    "mlp_dim": 56,
+    "mlp": "gelu_exact",
+    "block": "parallel_two_norms",
+    "norm": "layernorm",
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "mlp_bias": True,
+}
+# Layer 0 slides. A limit that many hidden activations reach; frequencies that YaRN keeps, blends and divides.
+MODELS["gpt_oss"] = COMMON | {
+    "num_layers": 2,
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "attention_sinks": True,
+    "sliding_window_tokens": 5,
+    "global_attention_every": 2,
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_truncate": False,
+    "rope_beta_fast": 4.0,
+    "rope_original_len_tokens": 40,
+    "num_experts": 6,
+    "experts_per_token": 3,
+    "expert_mlp_dim": 20,
+    "mlp": "swiglu_clamped",
+    "swiglu_limit": 1.5,
+    "mlp_bias": True,
+    "router_logit_bias": True,
+}
 ORDER = ("gemma2", "gpt2", "llama3", "llama_tied", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")  # new ones at the end
+ORDER += ("gemma3", "cohere", "gpt_neox", "gpt_oss")
 SEEDS = {name: seed for seed, name in enumerate(ORDER)}
 # Our `optimizer` section, and train.num_steps, of the 30 steps.
 CURVE_STEPS, CURVE_ROWS = 30, 4
@@ -178,6 +241,53 @@ def reference_config(name: str, model: dict) -> transformers.PretrainedConfig:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
+    if name == "gpt_neox":
+        partial = model["rotary_dim"] / model["head_dim"]
+        return transformers.GPTNeoXConfig(
+            **{key: shared[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+            **{key: shared[key] for key in ("intermediate_size", "max_position_embeddings", "bos_token_id", "eos_token_id")},
+            hidden_act="gelu",
+            layer_norm_eps=model["norm_eps"],
+            use_parallel_residual=True,
+            rope_parameters=rope | {"partial_rotary_factor": partial},
+            tie_word_embeddings=False,
+        )
+    if name == "cohere":
+        eps = shared.pop("rms_norm_eps")
+        del shared["head_dim"]
+        return transformers.CohereConfig(
+            **shared, hidden_act="silu", layer_norm_eps=eps, logit_scale=model["logit_scale"], use_qk_norm=False
+        )
+    if name == "gemma3":
+        linear = {"rope_type": "linear", "rope_theta": model["rope_theta"], "factor": model["rope_scaling_factor"]}
+        local = {"rope_type": "default", "rope_theta": model["rope_local_theta"]}
+        kinds = {"local": "sliding_attention", "global": "full_attention"}
+        shared["rope_parameters"] = {kinds["global"]: linear, kinds["local"]: local}
+        return transformers.Gemma3TextConfig(
+            **shared,
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=round(model["attention_scale"] ** -2),
+            sliding_window=model["sliding_window_tokens"],
+            layer_types=[kinds[model["layer_pattern"][i % 3]] for i in range(model["num_layers"])],
+        )
+    if name == "gpt_oss":
+        shared |= {"num_local_experts": model["num_experts"], "intermediate_size": model["expert_mlp_dim"]}
+        shared["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": model["rope_theta"],
+            "factor": model["rope_scaling_factor"],
+            "beta_fast": model["rope_beta_fast"],
+            "beta_slow": 1.0,
+            "truncate": model["rope_truncate"],
+            "original_max_position_embeddings": model["rope_original_len_tokens"],
+        }
+        return transformers.GptOssConfig(
+            **shared,
+            num_experts_per_tok=model["experts_per_token"],
+            sliding_window=model["sliding_window_tokens"],
+            layer_types=["sliding_attention", "full_attention"],
+            swiglu_limit=model["swiglu_limit"],
+        )
     if name == "gemma2":
         return transformers.Gemma2Config(
             **shared,
@@ -252,6 +362,8 @@ def llama_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
         attention = latent_attention if model.get("attention") == "mla" else grouped_attention
         mlp = experts if name == "blocks" and model.get("num_experts") else dense_mlp
         norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        if model.get("block") == "parallel":
+            del norms["mlp_norm"]
         if model.get("post_norms"):
             norms["attention_post_norm"] = "post_attention_layernorm"
             norms |= {"mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
@@ -263,11 +375,16 @@ def llama_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
 
 def grouped_attention(model: dict, stack: Stack) -> dict[str, np.ndarray]:
     D, N, K, H = (model[key] for key in ("embed_dim", "num_heads", "num_kv_heads", "head_dim"))
-    ours = {}
+    ours, order = {}, np.arange(H)
+    if model.get("block") == "parallel":  # Cohere's rotated dimensions lie in pairs: see `latent_attention`
+        order = np.concatenate([np.arange(0, H, 2), np.arange(1, H, 2)])
+    if model.get("attention_sinks"):
+        ours["attention.sinks"] = stack("self_attn.sinks")
     if model.get("qk_norm"):
         ours |= {f"attention.{name}_norm.scale": stack(f"self_attn.{name[0]}_norm.weight") for name in ("query", "key")}
     for mine, theirs, heads in (("query", "q_proj", N), ("key", "k_proj", K), ("value", "v_proj", K)):
-        kernel = stack(f"self_attn.{theirs}.weight", lambda w, heads=heads: w.T.reshape(D, heads, H))
+        own = order if mine != "value" else np.arange(H)
+        kernel = stack(f"self_attn.{theirs}.weight", lambda w, heads=heads, own=own: w.T.reshape(D, heads, H)[..., own])
         ours[f"attention.{mine}.kernel"] = kernel
         if model.get("qkv_bias"):
             bias = stack(f"self_attn.{theirs}.bias", lambda b, heads=heads: b.reshape(heads, H))
@@ -314,6 +431,8 @@ def dense_mlp(model: dict, stack: Stack, name: str = "mlp", theirs: str = "mlp")
 def experts(model: dict, stack: Stack) -> dict[str, np.ndarray]:
     """transformers has gate and up in one array [E, 2F, D]."""
     F = model["expert_mlp_dim"]
+    if model.get("mlp") == "swiglu_clamped":
+        return interleaved_experts(stack)
     ours = {
         "mlp.router.kernel": stack("mlp.gate.weight", lambda w: w.T),
         "mlp.experts.gate.kernel": stack("mlp.experts.gate_up_proj", lambda w: w[:, :F].transpose(0, 2, 1)),
@@ -324,6 +443,51 @@ def experts(model: dict, stack: Stack) -> dict[str, np.ndarray]:
         ours["mlp.router.bias"] = stack("mlp.gate.e_score_correction_bias")
     if model.get("num_shared_experts"):
         ours |= dense_mlp(model, stack, "mlp.shared", "mlp.shared_experts")
+    return ours
+
+
+def interleaved_experts(stack: Stack) -> dict[str, np.ndarray]:
+    """Those of gpt-oss: columns of gate and up in turn, biases on router and experts."""
+    ours = {
+        "mlp.router.kernel": stack("mlp.router.weight", lambda w: w.T),
+        "mlp.router.logit_bias": stack("mlp.router.bias"),
+        "mlp.experts.down.kernel": stack("mlp.experts.down_proj", lambda w: w.transpose(0, 2, 1)),
+        "mlp.experts.down.bias": stack("mlp.experts.down_proj_bias"),
+    }
+    for first, mine in enumerate(("gate", "up")):
+        ours[f"mlp.experts.{mine}.kernel"] = stack("mlp.experts.gate_up_proj", lambda w, first=first: w[..., first::2])
+        ours[f"mlp.experts.{mine}.bias"] = stack("mlp.experts.gate_up_proj_bias", lambda b, first=first: b[..., first::2])
+    return ours
+
+
+def gpt_neox_parameters(model: dict, read: Read) -> dict[str, np.ndarray]:
+    """Our parameters by dotted name, from `read(name of GPT-NeoX)`: query, key and value of a head lie together."""
+    L, D, N, H = (model[key] for key in ("num_layers", "embed_dim", "num_heads", "head_dim"))
+
+    def stack(name: str, change: Change = lambda w: w) -> np.ndarray:
+        return np.stack([change(read(f"gpt_neox.layers.{i}.{name}")) for i in range(L)])
+
+    ours = {
+        "embedder.table": read("gpt_neox.embed_in.weight"),
+        "head.kernel": read("lm_head.weight").T,
+        "final_norm.scale": read("gpt_neox.final_layer_norm.weight"),
+        "final_norm.bias": read("gpt_neox.final_layer_norm.bias"),
+        "blocks.attention.out.kernel": stack("attention.dense.weight", lambda w: w.reshape(D, N, H)),
+        "blocks.attention.out.bias": stack("attention.dense.bias"),
+        "blocks.mlp.up.kernel": stack("mlp.dense_h_to_4h.weight", lambda w: w.T),
+        "blocks.mlp.up.bias": stack("mlp.dense_h_to_4h.bias"),
+        "blocks.mlp.down.kernel": stack("mlp.dense_4h_to_h.weight"),
+        "blocks.mlp.down.bias": stack("mlp.dense_4h_to_h.bias"),
+    }
+    for part, mine in enumerate(("query", "key", "value")):
+        ours[f"blocks.attention.{mine}.kernel"] = stack(
+            "attention.query_key_value.weight", lambda w, part=part: w.T.reshape(D, N, 3, H)[:, :, part]
+        )
+        ours[f"blocks.attention.{mine}.bias"] = stack(
+            "attention.query_key_value.bias", lambda b, part=part: b.reshape(N, 3, H)[:, part]
+        )
+    for mine, theirs in (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")):
+        ours[f"blocks.{mine}.scale"], ours[f"blocks.{mine}.bias"] = stack(f"{theirs}.weight"), stack(f"{theirs}.bias")
     return ours
 
 
@@ -364,7 +528,7 @@ def to_ours(name: str, model: dict, theirs: dict[str, np.ndarray]) -> dict[str, 
         used.add(key)
         return theirs[key]
 
-    ours = (gpt2_parameters if name == "gpt2" else llama_parameters)(model, read)
+    ours = {"gpt2": gpt2_parameters, "gpt_neox": gpt_neox_parameters}.get(name, llama_parameters)(model, read)
     if missed := set(theirs) - used:
         raise ValueError(f"{name}: no place for {sorted(missed)}")
     if sum(a.size for a in ours.values()) != sum(a.size for a in theirs.values()):
@@ -382,7 +546,7 @@ def fill(reference: torch.nn.Module, unit_offset: bool, seed: int) -> None:
                 weight.sub_(1.0 if unit_offset else 0.0)
             elif weight.ndim == 1:
                 weight.normal_(0.0, 0.3, generator=generator)
-            elif any(table in key for table in ("embed_tokens", "wte", "wpe", "lm_head")):
+            elif any(table in key for table in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out")):
                 weight.normal_(0.0, 0.5, generator=generator)
             else:
                 fan_in = weight.shape[0] if "c_" in key else weight.shape[-1]
@@ -509,8 +673,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, model in MODELS.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         np.savez(FOLDER / f"{name}.npz", **make_model(name, model))
-    np.savez(FOLDER / "llama3_curve.npz", **make_curve("llama3", MODELS["llama3"]))
+    if not sys.argv[1:]:
+        np.savez(FOLDER / "llama3_curve.npz", **make_curve("llama3", MODELS["llama3"]))
     print(f"{sum(file.stat().st_size for file in FOLDER.glob('*.npz'))} bytes in {FOLDER}")
 
 

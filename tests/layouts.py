@@ -227,7 +227,7 @@ def assert_same_bits(a, b):
 @functools.cache
 def gradients(**changes) -> tuple:
     """(loss, gradients) of a first step."""
-    c = config(model__num_layers=3, **changes)
+    c = config(**{"model__num_layers": 3} | changes)
     p = program(c)
     metrics, grads = p.loss_and_grads(p.init(0).params, p.put_batch(batch(c)), np.int32(0))
     return float(metrics["loss"]), host(grads)

@@ -10,7 +10,7 @@ from jaxtrain.config import ConfigError, default_config
 from jaxtrain.model import rope
 from jaxtrain.model.attention import blockwise, dispatch, reference
 from jaxtrain.model.attention.gather import natural, whole_row
-from jaxtrain.model.attention.mask import Positions, visible
+from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.collectives import all_gather, index
 from jaxtrain.parallel.head_layout import head_layout
@@ -35,7 +35,7 @@ def inputs(seed=0, dtype=np.float32):
     return q, k, v, segments
 
 
-def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5):
+def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5, sinks=None):
     """float64 attention, written without sharing anything with the code under test."""
     out = np.zeros(q.shape)
     for b, t, h, g in np.ndindex(B, T, K, G):
@@ -46,17 +46,15 @@ def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5):
         if softcap:
             scores = softcap * np.tanh(scores / softcap)
         p = np.exp(scores - scores.max())
-        out[b, t, h, g] = (p / p.sum()) @ v[b, seen, h]
+        out[b, t, h, g] = p / (p.sum() + (0.0 if sinks is None else np.exp(sinks[h, g] - scores.max()))) @ v[b, seen, h]
     return out
 
 
 def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8):
-    layout = layout or layout_of()
+    layout, settings = layout or layout_of(), Settings(H**-0.5, softcap, block)
     if backend == "reference":
         positions = Positions(jnp.arange(T), jnp.asarray(segments))
-        mask = visible(positions, positions, window)
-        return reference.attend(q, k, v, mask, H**-0.5, softcap)
-    settings = blockwise.Settings(H**-0.5, softcap, block)
+        return reference.attend(q, k, v, Mask(positions, positions, window), settings)
     queries, keys = ("activation", ("batch", "length", "heads", None, None)), ("activation", ("batch", "length", "heads", None))
 
     def device(q, k, v, segments, window):
@@ -64,7 +62,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8)
         queries = Positions(layout.context.places(index(layout, "sequence"), jnp.arange(length), length), segments)
         keys = Positions(jnp.arange(T), natural(all_gather(layout, segments, "sequence", 1), layout))
         k, v = whole_row(k, layout), whole_row(v, layout)
-        return (blockwise.attend(q, k, v, queries, keys, window, settings),)
+        return (blockwise.attend(q, k, v, Mask(queries, keys, window), settings),)
 
     @jax.custom_vjp
     def attend(q, k, v):
@@ -140,13 +138,40 @@ def test_large_scores_do_not_overflow(backend):
     np.testing.assert_allclose(got, exact(q * 200, k, v, segments), atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_sinks_take_part_in_the_softmax(backend):
+    """Outputs against float64, gradients (of the sinks too) against differences; a row of nothing but padding stays 0."""
+    q, k, v, segments = inputs(7)
+    segments[1] = 0
+    sinks = np.random.default_rng(8).normal(size=(K, G)).astype(np.float32)
+    row = Positions(jnp.arange(T), jnp.asarray(segments))
+    attend = {"reference": reference.attend, "blockwise": blockwise.attend}[backend]
+
+    def function(q, k, v, sinks):
+        return attend(q, k, v, Mask(row, row, 9), Settings(H**-0.5, 3.0, 8), sinks)
+
+    wanted = exact(q, k, v, segments, 9, 3.0, sinks=sinks)
+    np.testing.assert_allclose(jax.jit(function)(q, k, v, sinks), wanted, atol=2e-6)
+    assert np.abs(wanted - exact(q, k, v, segments, 9, 3.0)).max() > 0.1
+    weigh = np.random.default_rng(9).normal(size=q.shape).astype(np.float32)
+    grads = jax.jit(jax.grad(lambda *a: jnp.sum(weigh * function(*a)), (0, 1, 2, 3)))(q, k, v, sinks)
+    for number, (x, g) in enumerate(zip((q, k, v, sinks), grads, strict=True)):
+        direction = np.random.default_rng(number).normal(size=x.shape)
+        ends = []
+        for step in (1e-4, -1e-4):
+            moved = [a.astype(np.float64) for a in (q, k, v, sinks)]
+            moved[number] = moved[number] + step * direction
+            ends.append(np.sum(weigh * exact(*moved[:3], segments, 9, 3.0, sinks=moved[3])))
+        assert np.sum(np.asarray(g) * direction) == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4, abs=1e-5)
+
+
 def test_blockwise_holds_no_full_scores():
     length = 512
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, length, 1, 1, 8), (1, length, 1, 8), (1, length, 1, 8))]
     row = Positions(jnp.arange(length), jnp.ones((1, length), jnp.int32))
 
     def loss(q, k, v, block):
-        return blockwise.attend(q, k, v, row, row, 0, blockwise.Settings(1.0, 0.0, block)).sum()
+        return blockwise.attend(q, k, v, Mask(row, row), Settings(1.0, 0.0, block)).sum()
 
     def temporaries(block):
         lowered = jax.jit(jax.grad(lambda *a: loss(*a, block), (0, 1, 2))).lower(*shapes)
@@ -224,7 +249,10 @@ def test_a_backend_that_cannot_serve_is_refused_by_name():
     with pytest.raises(ConfigError, match="cudnn cannot honour the cpu platform"):
         dispatch.choose(config, "cpu")
     assert dispatch.choose(config, "gpu") == "cudnn"
-    config.model.attention_softcap = 50.0
+    config.model.attention_sinks = True
+    with pytest.raises(ConfigError, match="cudnn cannot honour model.attention_sinks=True"):
+        dispatch.choose(config, "gpu")
+    config.model.update(attention_sinks=False, attention_softcap=50.0)
     with pytest.raises(ConfigError, match="attention_softcap=50.0"):
         dispatch.choose(config, "gpu")
     config.runtime.attention = "auto"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import VOCAB, batch, config, host, program
 
-from jaxtrain.model.decoder import layer_windows
+from jaxtrain.model.layer_spec import layer_specs, ropes
 from jaxtrain.parallel.parameters import Stored
 from jaxtrain.train.sampling import Sampling, pick, sample
 
@@ -47,7 +47,17 @@ def test_a_document_alone_or_packed_has_the_same_logits():
 
 def test_windows_alternate():
     c = config(model__num_layers=5, model__sliding_window_tokens=7, model__global_attention_every=2)
-    assert layer_windows(c.model).tolist() == [7, 0, 7, 0, 7]
+    assert [spec.window for spec in layer_specs(c.model)] == [7, 0, 7, 0, 7]
+
+
+def test_kinds_of_layers_repeat():
+    """Windows and rotary embeddings of Gemma 3's pattern, and of one in another order."""
+    model = config(model__num_layers=8, model__sliding_window_tokens=7, model__rope_local_theta=1e4).model
+    model.update(rope_theta=1e6, rope_scaling="linear", layer_pattern=("local",) * 5 + ("global",))
+    assert [(spec.window, spec.rope) for spec in layer_specs(model)] == [(7, 1)] * 5 + [(0, 0)] + [(7, 1)] * 2
+    assert [(rope.theta, rope.scaled) for rope in ropes(model)] == [(1e6, True), (1e4, False)]
+    model.layer_pattern = ("global", "local", "local")
+    assert [spec.window for spec in layer_specs(model)] == [0, 7, 7, 0, 7, 7, 0, 7]
 
 
 def test_block_weights_start_different_in_each_layer():

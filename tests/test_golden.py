@@ -18,6 +18,7 @@ from jaxtrain.train.program import build_program
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 MODELS = ("llama3", "llama_tied", "qwen3", "gpt2", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3")
+MODELS += ("gemma3", "cohere", "gpt_neox", "gpt_oss")
 TOLERANCE = 1e-4
 # A gradient that is zero is measured by another one.
 OTHER = {"blocks.attention.key.bias": "blocks.attention.query.bias", "blocks.mlp.router.bias": "blocks.mlp.router.kernel"}
@@ -42,7 +43,7 @@ def build(name, rows, length, optimizer=None, num_steps=1, accumulation_steps=1)
     }
     for section, values in sections.items():
         for key, value in values.items():
-            config[section][key] = value
+            config[section][key] = tuple(value) if isinstance(value, list) else value
     assert config_lib.check(config) == []
     return build_program(config, mesh_lib.build(config, devices=jax.devices()[:1]))
 

@@ -10,12 +10,11 @@ import tiny
 
 from jaxtrain.config import default_config
 from jaxtrain.model.attention import blockwise, cudnn, ring
-from jaxtrain.model.attention.blockwise import Settings
 from jaxtrain.model.attention.gather import natural, whole_row
-from jaxtrain.model.attention.mask import Positions
+from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.merge import merge
 from jaxtrain.parallel import mesh as meshes
-from jaxtrain.parallel.collectives import all_gather, index
+from jaxtrain.parallel.collectives import all_gather, index, psum
 from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, K, G, H = 2, 64, 2, 3, 8
@@ -23,7 +22,7 @@ SCALE = H**-0.5
 # Documents that end inside blocks and chunks, one that spans most of the row, one of a single token, padding.
 ENDS = ([5, 6, 29, 51], [43, 64])
 QUERIES, KEYS = ("activation", ("batch", "length", "heads", None, None)), ("activation", ("batch", "length", "heads", None))
-ROWS = ("activation", ("batch", "length"))
+ROWS, SINKS = ("activation", ("batch", "length")), ("activation", ("heads", None))
 
 
 def documents(ends=ENDS):
@@ -42,8 +41,8 @@ def inputs(seed=0, kv_heads=K, group=G):
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in (q, k, v, q))
 
 
-def dense(q, k, v, g, segments, window=0, softcap=0.0, causal=True):
-    """(out, dq, dk, dv) in float64, sharing nothing with the code under test."""
+def dense(q, k, v, g, segments, window=0, softcap=0.0, causal=True, sinks=None):
+    """(out, dq, dk, dv), with sinks theirs too, in float64, sharing nothing with the code under test."""
     q, k, v, g = (x.astype(np.float64) for x in (q, k, v, g))
     scores = np.einsum("btkgh,bskh->bkgts", q, k) * SCALE
     slope = 1.0
@@ -56,15 +55,21 @@ def dense(q, k, v, g, segments, window=0, softcap=0.0, causal=True):
     mask &= (distance < window) | (window == 0)
     mask = mask[:, None, None]
     scores = np.where(mask, scores, -1e9)
-    p = np.exp(scores - scores.max(-1, keepdims=True)) * mask
-    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    top = scores.max(-1, keepdims=True)
+    p = np.exp(scores - top) * mask
+    sink = 0.0 if sinks is None else np.exp(sinks[:, :, None, None] - np.where(top == -1e9, 0.0, top))
+    total = np.maximum(p.sum(-1, keepdims=True) + sink, 1e-300)
+    p, sink = p / total, sink / total
     dp = np.einsum("btkgh,bskh->bkgts", g, v)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope * SCALE
+    delta = (p * dp).sum(-1, keepdims=True)
+    ds = p * (dp - delta) * slope * SCALE
+    more = () if sinks is None else (-(sink * delta).sum((0, 3, 4)),)
     return (
         np.einsum("bkgts,bskh->btkgh", p, v),
         np.einsum("bkgts,bskh->btkgh", ds, k),
         np.einsum("bkgts,btkgh->bskh", ds, q),
         np.einsum("bkgts,btkgh->bskh", p, g),
+        *more,
     )
 
 
@@ -77,34 +82,39 @@ def layout_of(mesh, kv_heads=K, group=G, **sharding):
     return make_layout(config, meshes.build(config, jax.devices()[: int(np.prod([size for _, size in mesh]))]))
 
 
-def run(layout, arrays, segments, window=0, softcap=0.0, causal=True, backend="blockwise", block=8, dtype=np.float32):
-    """(out, dq, dk, dv) in natural order; one compilation per layout and static settings."""
+def run(layout, arrays, segments, window=0, softcap=0.0, dtype=np.float32, sinks=None, **static):
+    """(out, dq, dk, dv) in natural order, with sinks theirs too; one compilation per layout and static settings."""
     order = layout.context.order(T)
     arrays = [x.astype(dtype)[:, order] for x in arrays]
-    function = compiled(layout, backend, Settings(SCALE, softcap, block, causal))
-    return [np.asarray(x, np.float64)[:, np.argsort(order)] for x in function(*arrays, segments[:, order], window)]
+    function = compiled(layout, Settings(SCALE, softcap, 8), sinks is not None, **static)
+    *found, d_sinks = function(*arrays, segments[:, order], window, np.zeros(arrays[0].shape[2:4]) if sinks is None else sinks)
+    found = [np.asarray(x, np.float64)[:, np.argsort(order)] for x in found]
+    return found if sinks is None else [*found, np.asarray(d_sinks, np.float64)]
 
 
 @functools.cache
-def compiled(layout, backend, settings):
-    def device(q, k, v, g, segments, window):
+def compiled(layout, settings, with_sinks, causal=True, backend="blockwise"):
+    def device(q, k, v, g, segments, window, sinks):
         row, length = all_gather(layout, segments, "sequence", 1), q.shape[1]
 
-        def attend(q, k, v):
+        def attend(q, k, v, sinks):
+            sinks = sinks if with_sinks else None
             if layout.context.method == "ring":
-                return ring.attend(q, k, v, row, window, layout, backend, settings)
+                return ring.attend(q, k, v, row, window, ring.Ring(layout, backend, settings, causal), sinks)
             own = Positions(layout.context.places(index(layout, "sequence"), jnp.arange(length), length), segments)
             keys = Positions(jnp.arange(T), natural(row, layout))
-            return blockwise.attend(q, whole_row(k, layout), whole_row(v, layout), own, keys, window, settings)
+            return blockwise.attend(q, whole_row(k, layout), whole_row(v, layout), Mask(own, keys, window), settings, sinks)
 
-        out, pull = jax.vjp(attend, q, k, v)
-        return (out, *pull(g))
+        out, pull = jax.vjp(attend, q, k, v, sinks)
+        *grads, d_sinks = pull(g)
+        return (out, *grads, psum(layout, d_sinks, "sequence"))
 
-    return jax.jit(per_device(layout, device, [QUERIES, KEYS, KEYS, QUERIES, ROWS, None], [QUERIES, QUERIES, KEYS, KEYS]))
+    inputs = [QUERIES, KEYS, KEYS, QUERIES, ROWS, None, SINKS]
+    return jax.jit(per_device(layout, device, inputs, [QUERIES, QUERIES, KEYS, KEYS, SINKS]))
 
 
 def assert_equal(got, wanted, tolerance=1e-5):
-    for what, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+    for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks")[: len(wanted)], got, wanted, strict=True):
         assert np.abs(a - b).max() < tolerance * max(np.abs(b).max(), 1e-3), what
 
 
@@ -159,6 +169,16 @@ def test_heads_exchanged_for_positions(name):
 def test_keys_and_values_gathered(placement):
     layout = layout_of((("sequence", 4),), context_method="all_gather", context_placement=placement)
     assert_equal(run(layout, inputs(), documents(), 9), dense(*inputs(), documents(), 9))
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses and ring", "copied heads"])
+def test_sinks(name):
+    """Each head's sink is counted once, whoever has a query's keys or, after an exchange, its head."""
+    sharding = dict(GROUPS.get(name) or dict(ways=4, context_method=name))
+    ways, group = sharding.pop("ways"), sharding.pop("group", G)
+    layout, arrays = layout_of((("sequence", ways),), group=group, **sharding), inputs(group=group)
+    sinks = np.random.default_rng(5).normal(size=(K, group)).astype(np.float32)
+    assert_equal(run(layout, arrays, documents(), 11, 2.0, sinks=sinks), dense(*arrays, documents(), 11, 2.0, sinks=sinks))
 
 
 METHODS = [dict(context_method=name) for name in ("ring", "ulysses", "all_gather")]

@@ -100,9 +100,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "mlp_dim": Setting(688, "Hidden width of the feed-forward layer.", low=1),
         "mlp": Setting(
             "swiglu",
-            "swiglu and geglu are gated; gelu is the tanh approximation, gelu_exact uses erf.",
-            choices=("swiglu", "geglu", "gelu", "gelu_exact"),
+            "swiglu and geglu are gated; gelu is the tanh approximation, gelu_exact uses erf; swiglu_clamped: that of gpt-oss, "
+            "gate and up no larger than swiglu_limit.",
+            choices=("swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped"),
         ),
+        "swiglu_limit": Setting(7.0, "mlp=swiglu_clamped: the largest hidden activation.", above=0.0),
         "num_experts": Setting(0, "Experts of a mixture in place of the feed-forward layer; 0: a dense model.", low=0),
         "experts_per_token": Setting(2, "Experts that each token sees (top-k).", low=1),
         "expert_mlp_dim": Setting(0, "Hidden width of one expert.", low=0),
@@ -120,6 +122,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "router_scale": Setting(1.0, "Multiplies the weights of the chosen (routed_scaling_factor).", above=0.0),
         "router_groups": Setting(1, "Groups of experts, of which the best by their two best experts are chosen first.", low=1),
         "router_top_groups": Setting(1, "How many groups a token may choose experts from.", low=1),
+        "router_logit_bias": Setting(False, "A learned bias on the routers' logits (gpt-oss)."),
         "router_bias": Setting(
             False, "A bias per expert that takes part in the choice alone, moved by train.router_bias_rate (DeepSeek-V3)."
         ),
@@ -131,21 +134,43 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "norm": Setting("rmsnorm", "Normalization before attention, MLP and head.", choices=("rmsnorm", "layernorm")),
         "norm_eps": Setting(1e-5, "Added to the variance inside norms.", above=0.0),
+        "norm_bias": Setting(True, "layernorm: with a bias beside its scale (not in Cohere)."),
         "norm_unit_offset": Setting(False, "Norms scale by 1 + weight (Gemma)."),
         "post_norms": Setting(False, "Also normalize the output of attention and MLP before the residual (Gemma 2)."),
+        "block": Setting(
+            "sequential",
+            "sequential: the MLP reads what attention has added to. parallel: both read the block's input, normalized once "
+            "(GPT-J, Cohere); parallel_two_norms: each by its own norm (GPT-NeoX).",
+            choices=("sequential", "parallel", "parallel_two_norms"),
+        ),
         "position": Setting("rope", "Rotary or learned absolute positions.", choices=("rope", "learned")),
         "rope_theta": Setting(10_000.0, "RoPE base.", above=1.0),
-        "rope_scaling": Setting("none", "llama3 rescales low frequencies (Llama 3.1).", choices=("none", "llama3")),
-        "rope_scaling_factor": Setting(8.0, "llama3 scaling: divisor of the low frequencies.", low=1.0),
+        "rope_local_theta": Setting(
+            0.0, "RoPE base of local layers, to which no scaling applies (Gemma 3); 0: rope_theta and its scaling.", low=0.0
+        ),
+        "rotary_dim": Setting(0, "How many first dimensions of a head RoPE rotates (GPT-J, GPT-NeoX); 0: all.", low=0),
+        "rope_scaling": Setting(
+            "none",
+            "For longer rows than rope_original_len_tokens. linear divides all frequencies; llama3 (Llama 3.1) and yarn divide "
+            "the low ones; yarn also multiplies queries and keys.",
+            choices=("none", "linear", "llama3", "yarn"),
+        ),
+        "rope_scaling_factor": Setting(8.0, "Divisor of the frequencies that rope_scaling divides.", low=1.0),
         "rope_low_freq_factor": Setting(1.0, "llama3 scaling: wavelengths above original/low are fully divided.", above=0.0),
         "rope_high_freq_factor": Setting(4.0, "llama3 scaling: wavelengths below original/high are kept.", above=0.0),
-        "rope_original_len_tokens": Setting(8192, "llama3 scaling: context length before scaling.", low=1),
+        "rope_beta_fast": Setting(32.0, "yarn: frequencies of more turns in rope_original_len_tokens are kept.", above=0.0),
+        "rope_beta_slow": Setting(1.0, "yarn: frequencies of fewer turns are divided.", above=0.0),
+        "rope_truncate": Setting(True, "yarn: the dimensions at which these begin are rounded (not in gpt-oss)."),
+        "rope_attention_factor": Setting(
+            None, "yarn: factor on queries and keys; None is 0.1 ln(rope_scaling_factor) + 1.", optional=float, above=0.0
+        ),
+        "rope_original_len_tokens": Setting(8192, "llama3, yarn: context length before scaling.", low=1),
         "max_len_tokens": Setting(
             8192, "Longest context; the size of the table of learned positions.", low=1, changes=TRAINING
         ),
         "qkv_bias": Setting(False, "Bias on query, key and value projections."),
         "attention_out_bias": Setting(False, "Bias on the attention output projection."),
-        "mlp_bias": Setting(False, "Bias on the MLP projections."),
+        "mlp_bias": Setting(False, "Bias on the MLP projections, those of experts too."),
         "qk_norm": Setting(False, "RMSNorm over head_dim on queries and keys before RoPE (Qwen3)."),
         "tie_embeddings": Setting(False, "The head is the embedding table."),
         "scale_embeddings": Setting(False, "Multiply embeddings by sqrt(embed_dim) (Gemma)."),
@@ -154,7 +179,16 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "global_attention_every": Setting(
             0, "With a window: every n-th layer sees everything (Gemma 2: 2); 0 keeps the window in all layers.", low=0
         ),
+        "layer_pattern": Setting(
+            (),
+            "Kinds of layers, repeated: local ones have sliding_window_tokens and rope_local_theta, global ones see all. "
+            "Empty: as global_attention_every says. Five times local, then global: Gemma 3.",
+        ),
+        "attention_sinks": Setting(
+            False, "A learned score per head takes part in the softmax and adds nothing to its result (gpt-oss)."
+        ),
         "attention_softcap": Setting(0.0, "cap * tanh(scores / cap) before the softmax; 0 is off.", low=0.0),
+        "logit_scale": Setting(1.0, "Multiplies the logits (Cohere).", above=0.0),
         "logit_softcap": Setting(0.0, "cap * tanh(logits / cap) before the loss; 0 is off.", low=0.0),
         "dropout_embedding": _share("Dropout rate after the embedding.", changes=TRAINING),
         "dropout_attention": _share("Dropout rate on attention probabilities.", changes=TRAINING),
@@ -395,6 +429,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "num_steps": Setting(300, "Optimizer steps of the whole run.", low=1),
         "seed": Setting(0, "Initial weights and dropout.", low=0, high=2**32 - 1, changes=ROWS),
         "accumulation_steps": Setting(1, "Microbatches per optimizer step.", low=1),
+        "frozen": Setting(
+            (),
+            "Weights that are not trained, by patterns of their dotted names in checkpoints (blocks.mlp.*, embedder.*): "
+            "no gradient, no moments. Each must match some.",
+        ),
         "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
         "balance_loss": Setting(
             0.0, "Weight of the balancing loss of experts, which is 1 in each layer when balanced.", low=0.0

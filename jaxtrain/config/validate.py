@@ -17,6 +17,7 @@ from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
+from jaxtrain.model import layer_spec
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
@@ -73,19 +74,7 @@ def _model_problems(model: ml_collections.ConfigDict) -> list[str]:
         )
     if model.attention == "mla":
         found += _latent_problems(model)
-    elif model.position == "rope" and model.head_dim % 2:
-        found.append(f"model.head_dim: RoPE rotates pairs, {model.head_dim} is odd; nearest: {model.head_dim + 1}")
-    if model.rope_scaling == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        found.append(
-            f"model.rope_high_freq_factor: must exceed model.rope_low_freq_factor ({model.rope_low_freq_factor}), "
-            f"got {model.rope_high_freq_factor}"
-        )
-    if model.global_attention_every and not model.sliding_window_tokens:
-        found.append(
-            f"model.global_attention_every: {model.global_attention_every} means nothing without "
-            "model.sliding_window_tokens; set a window or 0"
-        )
-    return found + _expert_problems(model)
+    return found + layer_spec.problems(model) + _expert_problems(model)
 
 
 def _latent_problems(model: ml_collections.ConfigDict) -> list[str]:
@@ -115,8 +104,6 @@ def _expert_problems(model: ml_collections.ConfigDict) -> list[str]:
         return found
     if not model.expert_mlp_dim:
         found.append(f"model.expert_mlp_dim: {experts} experts need the hidden width of one, got 0")
-    if model.mlp_bias:
-        found.append("model.mlp_bias: experts have no biases; set it to False")
     if k > experts:
         found.append(f"model.experts_per_token: {k} of {experts} experts (model.num_experts); at most {experts}")
     if model.dense_first_layers >= model.num_layers:

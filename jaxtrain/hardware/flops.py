@@ -13,6 +13,8 @@ import functools
 import logging
 from typing import Any
 
+from jaxtrain.model.layer_spec import layer_specs
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,12 +27,7 @@ def attention_flops(model: Any, tokens: int, seq_len: int, causal: bool = True) 
     document: packing several into a row makes the true work smaller, and the figure no longer comparable.
     """
     m = model
-    window = m.sliding_window_tokens
-    global_layers = m.num_layers
-    if window:
-        global_layers = m.num_layers // m.global_attention_every if m.global_attention_every else 0
-    local_layers = m.num_layers - global_layers
-    keys = global_layers * _visible_keys(seq_len, seq_len, causal) + local_layers * _visible_keys(seq_len, window, causal)
+    keys = sum(_visible_keys(seq_len, spec.window or seq_len, causal) for spec in layer_specs(m))
     width = (m.head_dim + m.v_head_dim) / 2 if m.attention == "mla" else m.head_dim
     return 12.0 * tokens * keys * m.num_heads * width
 
@@ -41,7 +38,8 @@ def step_flops(inventory: Any, tokens: int, seq_len: int, *, causal: bool = True
     Args:
       inventory: the model's `jaxtrain.model.inventory.Inventory`.
     """
-    return 6.0 * inventory.multiplied_count * tokens + attention_flops(inventory.model, tokens, seq_len, causal)
+    products = 4.0 * inventory.multiplied_count + 2.0 * inventory.trained_count  # frozen weights have no gradient
+    return products * tokens + attention_flops(inventory.model, tokens, seq_len, causal)
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak_flops: float | None) -> float | None:

@@ -6,17 +6,17 @@ have experts, two such stacks follow each other.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 from flax import nnx
 
-from jaxtrain.model import rope
-from jaxtrain.model.attention.block import Attention, Cache, Rows
+from jaxtrain.model import layer_spec, rope
+from jaxtrain.model.attention.block import Attention, Cache, Layer, Rows
 from jaxtrain.model.attention.latent import LatentAttention
 from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
@@ -39,13 +39,11 @@ EMBEDDING_SITE, ATTENTION_SITE, RESIDUAL_SITES = 1, 2, (3, 4)  # folded into dro
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and feed-forward, each added to the residual.
+    """Pre-norm attention and feed-forward, each added to the residual: one after the other, or in parallel, of one input.
 
-    ATTENTION and MLP name the submodules whose weights `add_attention` and `add_mlp` read.
+    Attributes:
+      reads: names of the submodules whose weights `add_attention` reads, and of those that `add_mlp` reads.
     """
-
-    ATTENTION = ("attention_norm", "attention", "attention_post_norm")
-    MLP = ("mlp_norm", "mlp", "mlp_post_norm")
 
     def __init__(
         self,
@@ -57,7 +55,8 @@ class Block(nnx.Module):
         exchange: tuple[float, int] | None,
     ):
         out_stddev = model.init_stddev / (math.sqrt(2 * model.num_layers) if model.init_scaled_outputs else 1.0)
-        self.attention_norm, self.mlp_norm = _norm(model, layout), _norm(model, layout)
+        self.attention_norm = _norm(model, layout)
+        self.mlp_norm = None if model.block == "parallel" else _norm(model, layout)
         attention = LatentAttention if model.attention == "mla" else Attention
         self.attention = attention(rngs, model, layout, backend, out_stddev, product)
         own = (rngs, model, layout, out_stddev, product)
@@ -66,19 +65,38 @@ class Block(nnx.Module):
         self.mlp_post_norm = _norm(model, layout) if model.post_norms else None
         self.model, self.layout = model, layout
 
-    def add_attention(self, x: jax.Array, rows: Rows, keys: tuple | None, window: jax.Array | int, cache: Cache | None = None):
-        """Residual stream [B, t, D] -> the same, and the updated cache. `keys`: the layer's dropout keys, [B, t] and [B, T]."""
+    @property
+    def reads(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        mlp_norm = "attention_norm" if self.model.block == "parallel" else "mlp_norm"
+        parts = ("attention_norm", "attention", "attention_post_norm"), (mlp_norm, "mlp", "mlp_post_norm")
+        return tuple(tuple(key for key in part if getattr(self, key) is not None) for part in parts)
+
+    def add_attention(self, x: jax.Array, rows: Rows, layer: Layer, keys: tuple | None) -> tuple[tuple, Cache | None]:
+        """Residual stream [B, t, D] -> what `add_mlp` takes: the same, and its input; and the updated cache.
+
+        `keys`: the layer's dropout keys, [B, t] and [B, T].
+        """
         x = name(x, "block_in")
         keys, query_keys = keys or (None, None)
         query_keys = fold(query_keys, ATTENTION_SITE)
-        attended, cache = self.attention(named("attention_in", self.attention_norm, x), rows, window, query_keys, cache)
+        attended, cache = self.attention(named("attention_in", self.attention_norm, x), rows, layer, query_keys)
         with jax.named_scope("block_mid"):
-            return self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0])), cache
+            y = self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0]))
+        return (y, None if self.model.block == "sequential" else x), cache
 
-    def add_mlp(self, x: jax.Array, rows: Rows, keys: tuple | None) -> tuple[jax.Array, Routing | None]:
-        """Residual stream [B, t, D] -> the same, and the sums of a router, if there is one. `keys`: as in `add_attention`."""
-        x, sums = name(x, "block_mid"), None
-        hidden = named("mlp_in", self.mlp_norm, x)
+    def add_mlp(self, x: tuple, rows: Rows, keys: tuple | None) -> tuple[jax.Array, Routing | None]:
+        """The residual stream [B, t, D] after the block, and the sums of a router, if there is one.
+
+        Args:
+          x: the residual stream, and the block's input where the MLP reads that, else None.
+          keys: see `add_attention`.
+        """
+        (x, begin), sums = x, None
+        if begin is None:
+            x = begin = name(x, "block_mid")
+        else:
+            begin = name(begin, "block_mid")
+        hidden = named("mlp_in", self.mlp_norm or self.attention_norm, begin)
         if isinstance(self.mlp, Moe):
             hidden, sums = self.mlp(hidden, rows.segments, rows.index)
         else:
@@ -156,11 +174,11 @@ class Decoder(nnx.Module):
         x, shared = jax.lax.optimization_barrier((x, shared))  # angles are computed while embeddings are on their way
         kept, caches, begin = {}, [], 0
         for name_of in self.stacks:
-            blocks, stored, (numbers, windows) = self.layers(name_of)
+            blocks, stored, layers = self.layers(name_of)
             own_cache = jax.tree.map(lambda a, begin=begin, end=begin + blocks.count: a[begin:end], cache)
             last = name_of == self.stacks[-1]
-            of_layers = (numbers, windows, own_cache)
-            x, after, own_cache, copies = stack.run(blocks, x, stored, self.after()[0] if last else {}, of_layers, shared)
+            layers = dataclasses.replace(layers, cache=own_cache)
+            x, after, own_cache, copies = stack.run(blocks, x, stored, self.after()[0] if last else {}, layers, shared)
             kept, caches, begin = kept | {name_of: copies}, [*caches, own_cache], begin + blocks.count
         cache = jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
         (x, routing), (x_final, head) = x, self.final(x, after)
@@ -195,7 +213,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Rows, tuple | None, tuple | None]:
         """What all blocks share: rows, dropout keys [B, t] and [B, T]. Arguments as of `hidden`."""
         in_row = self._in_row(segments.shape[1], start)
-        angles = rope.table(positions, self.model) if self.model.position == "rope" else None
+        angles = rope.tables(positions, self.model) if self.model.position == "rope" else None
         rows = Rows(segments, in_row, all_gather(self.layout, segments, "sequence", 1), angles)
         if dropout_key is None:
             return rows, None, None
@@ -206,11 +224,8 @@ class Decoder(nnx.Module):
         """Names of the stacks of blocks, in order."""
         return STACKS if self.model.dense_first_layers else STACKS[1:]
 
-    def layers(self, name_of: str = "blocks") -> tuple[stack.Stack, Any, tuple[jax.Array, jax.Array]]:
-        """A stack of blocks of this pipeline stage: how to run them, their weights, and the number and window of each layer.
-
-        Beside these two a block takes its cache, or None.
-        """
+    def layers(self, name_of: str = "blocks") -> tuple[stack.Stack, Any, Layer]:
+        """A stack of blocks of this pipeline stage: how to run them, their weights, and their `Layer`s, stacked."""
         layout, (graph, variables) = self.layout, nnx.split(getattr(self, name_of))
         unread = unread_weights(variables)
         dense, count = self.model.dense_first_layers, self.model.num_layers
@@ -220,31 +235,34 @@ class Decoder(nnx.Module):
             _, keys, query_keys = shared
             return None if keys is None else (fold(keys, number), fold(query_keys, number))
 
-        def attention(x, weights, of_layer, shared):
-            (x, sums), (number, window, cache) = x, of_layer
+        def attention(x, weights, layer, shared):
+            x, sums = x
             block = nnx.merge(graph, unread | weights)
-            x, cache = block.add_attention(x, shared[0], layer_keys(number, shared), window, cache)
+            x, cache = block.add_attention(x, shared[0], layer, layer_keys(layer.number, shared))
             return (x, sums), cache
 
-        def mlp(x, weights, of_layer, shared):
-            (x, sums), number = x, of_layer[0]
-            x, own = nnx.merge(graph, unread | weights).add_mlp(x, shared[0], layer_keys(number, shared))
-            return (x, sums if own is None else _add_layer(sums, own, number - first)), None
-
-        def part(function, reads):
-            return stack.Part(function, tuple(key for key in reads if key in unread))
+        def mlp(x, weights, layer, shared):
+            x, sums = x
+            x, own = nnx.merge(graph, unread | weights).add_mlp(x, shared[0], layer_keys(layer.number, shared))
+            return (x, sums if own is None else _add_layer(sums, own, layer.number - first)), None
 
         order = first + layout.layer_order(count)
         numbers = jnp.asarray(order)[index(layout, "pipeline")]
         blocks = stack.Stack(
-            (part(attention, Block.ATTENTION), part(mlp, Block.MLP)),
+            tuple(map(stack.Part, (attention, mlp), getattr(self, name_of).reads)),
             places(variables, layout, self.dtype),
             self.after()[1] if name_of == "blocks" else {},
             order.shape[1] // layout.virtual_stages,
             self.remat,
             self.prefetch,
         )
-        return blocks, nnx.to_pure_dict(variables), (numbers, jnp.asarray(layer_windows(self.model))[numbers])
+        specs = layer_spec.layer_specs(self.model)
+        windows, ropes = (jnp.asarray([getattr(spec, key) for spec in specs], jnp.int32) for key in ("window", "rope"))
+        return (
+            blocks,
+            nnx.to_pure_dict(variables),
+            Layer(numbers, windows[numbers], ropes[numbers] if len(layer_spec.ropes(self.model)) > 1 else None),
+        )
 
     def after(self) -> tuple[dict, dict]:
         """Weights that are used after the blocks, "norm" and "head", and their places."""
@@ -277,7 +295,7 @@ class Decoder(nnx.Module):
         """[B, t, D], [D, V] -> [B, T, V] float32, of this device's part of the vocabulary. Training never builds them."""
         x = gather_positions(self.layout, x)
         logits = jnp.einsum("BTD,DV->BTV", x, head.value, preferred_element_type=jnp.float32)
-        return capped(logits, self.model.logit_softcap)[0]
+        return capped(logits, self.model.logit_softcap, self.model.logit_scale)[0]
 
 
 class PositionTable(nnx.Module):
@@ -286,14 +304,6 @@ class PositionTable(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         dims = ("position", "embed")
         self.table = weight(rngs, (model.max_len_tokens, model.embed_dim), dims, model.init_stddev, layout.sequence_parallel)
-
-
-def layer_windows(model: ml_collections.ConfigDict) -> np.ndarray:
-    """[L] int32: each layer's sliding window in tokens, 0 for all."""
-    windows = np.full(model.num_layers, model.sliding_window_tokens, np.int32)
-    if model.global_attention_every:
-        windows[model.global_attention_every - 1 :: model.global_attention_every] = 0
-    return windows
 
 
 def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, length: int, dtype: Any) -> Cache:
@@ -313,7 +323,7 @@ def _add_layer(sums: Routing, own: Routing, layer: jax.Array) -> Routing:
 
 
 def _norm(model: ml_collections.ConfigDict, layout: Layout) -> Norm:
-    return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset, layout.sequence_parallel)
+    return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset, layout.sequence_parallel, model.norm_bias)
 
 
 def _stack(make, rngs: nnx.Rngs, count: int):

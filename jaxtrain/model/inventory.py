@@ -7,9 +7,12 @@ dimension names: see `jaxtrain.parallel.sharding`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import functools
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
+from jaxtrain.config import ConfigError
 from jaxtrain.model import products
 from jaxtrain.model.decoder import STACKS, Decoder
 from jaxtrain.parallel.axes import AXES
@@ -40,6 +44,7 @@ class Parameter:
       count: entries without the padding of the vocabulary.
       layers, experts: how many of them it stacks; 1: none.
       active: share of it that takes part in a token's computation.
+      trainable: not frozen by `train.frozen`.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Parameter:
     layers: int
     experts: int
     active: float
+    trainable: bool
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -81,6 +87,11 @@ class Inventory:
         """Parameters that a token is multiplied with: projections, (active) MLPs, router and head, a tied one too."""
         return sum(round(p.count * p.active) for p in self.parameters if p.multiplied)
 
+    @property
+    def trained_count(self) -> int:
+        """Those of `multiplied_count` that are not frozen."""
+        return sum(round(p.count * p.active) for p in self.parameters if p.multiplied and p.trainable)
+
     def tree(self, attribute: str) -> dict:
         """Nested dict like the weights', of an attribute of each."""
         found: dict = {}
@@ -90,8 +101,11 @@ class Inventory:
         return found
 
 
-def of_decoder(decoder: Decoder) -> Inventory:
-    """The inventory of a model, abstract or not."""
+def of_decoder(decoder: Decoder, frozen: Sequence[str] = ()) -> Inventory:
+    """The inventory of a model, abstract or not.
+
+    frozen: patterns of names, as in `train.frozen`. Raises ConfigError for one that matches no weight, or if all match.
+    """
     model, found = decoder.model, []
     for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
         facts = variable.get_metadata()
@@ -112,19 +126,30 @@ def of_decoder(decoder: Decoder) -> Inventory:
                 count=count,
                 layers=size.get("layers", 1),
                 experts=experts,
+                trainable=not any(fnmatch.fnmatchcase(".".join(path), pattern) for pattern in frozen),
                 active=model.experts_per_token / experts if experts > 1 else 1.0,
             )
         )
+    names = sorted(p.name for p in found)
+    problems = [
+        f"train.frozen: {pattern!r} matches no weight; nearest: {', '.join(difflib.get_close_matches(pattern, names, 3, 0.0))}"
+        for pattern in frozen
+        if not fnmatch.filter(names, pattern)
+    ]
+    if not problems and not any(p.trainable for p in found):
+        problems = [f"train.frozen: {', '.join(frozen)} leave none of {len(names)} weights to train; freeze fewer"]
+    if problems:
+        raise ConfigError(problems)
     return Inventory(tuple(sorted(found, key=lambda p: p.name)), model)
 
 
-def of_model(model: Any) -> Inventory:
-    """The inventory of a config's `model` section."""
-    return _of_json(json.dumps(model.to_dict(), sort_keys=True))
+def of_model(model: Any, frozen: Sequence[str] = ()) -> Inventory:
+    """The inventory of a config's `model` section; frozen: `train.frozen`."""
+    return _of_json(json.dumps(model.to_dict(), sort_keys=True), tuple(frozen))
 
 
 @functools.lru_cache(maxsize=64)
-def _of_json(model: str) -> Inventory:
+def _of_json(model: str, frozen: tuple[str, ...]) -> Inventory:
     section = ml_collections.FrozenConfigDict(json.loads(model))
     mesh = jax.sharding.AbstractMesh((1,) * len(AXES), AXES)
     layout = Layout(mesh, 0, False, head_layout(section.num_heads, section.num_kv_heads, 1))
@@ -132,4 +157,4 @@ def _of_json(model: str) -> Inventory:
     def make():
         return Decoder(nnx.Rngs(0), section, layout, jnp.float32, "reference", Remat(), "off", products.make("compute"))
 
-    return of_decoder(nnx.eval_shape(make))
+    return of_decoder(nnx.eval_shape(make), frozen)

@@ -82,13 +82,13 @@ class Linear(nnx.Module):
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm over the last dimension, in float32.
 
-    `split`: the devices of `tensor` see different inputs (positions or heads).
+    bias: of a LayerNorm. split: the devices of `tensor` see different inputs (positions or heads).
     """
 
-    def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, split: bool):
+    def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, split: bool, bias: bool = True):
         self.kind, self.eps, self.unit_offset = kind, eps, unit_offset
         self.scale = vector((width,), ("vector",), 0.0 if unit_offset else 1.0, split)
-        self.bias = vector((width,), ("vector",), 0.0, split) if kind == "layernorm" else None
+        self.bias = vector((width,), ("vector",), 0.0, split) if kind == "layernorm" and bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] in any float dtype -> the same shape and dtype."""
@@ -150,7 +150,7 @@ def _columns_backward(equation, layout, product, residuals, gs):
         dx, x = product_scatter(layout, multiply, gs, beside=x)
     else:
         dx = scatter_positions(layout, multiply(*gs))
-        if weights[0].later:
+        if any(w.later for w in weights):
             return dx, [w.gradient(Pair(x, g)) for g, w in zip(gs, weights, strict=True)]
         x = gather_positions(layout, x)
     grads = [product(weigh, x, g, jnp.float32, gradient=1) for g in gs]

@@ -46,6 +46,7 @@ class LossSettings:
     label_smoothing: float = 0.0
     softcap: float = 0.0
     sources: int = 0  # how many are told apart; 0: targets are ids alone
+    scale: float = 1.0  # of the logits, before the cap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -70,7 +71,7 @@ def _forward(x, head, targets, layout, settings):
 @jax.named_scope(LOSS)
 def _backward(layout, settings, residuals, g):
     head, dx, dhead = residuals
-    return (dx * g.objective).astype(dx.dtype), head.gradient(dhead * g.objective), None
+    return (dx * g.objective).astype(dx.dtype), head.gradient(None if dhead is None else dhead * g.objective), None
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -99,13 +100,14 @@ def _run(x, head, targets, layout, settings, with_gradients):
         if with_gradients:
             dlogits = dlogits.astype(x.dtype)
             dx = jnp.einsum("cv,dv->cd", dlogits, matrix)  # of this device's part of the vocabulary
-            dhead = dhead + jnp.einsum("cd,cv->dv", x, dlogits, preferred_element_type=jnp.float32)
+            if dhead is not None:
+                dhead = dhead + jnp.einsum("cd,cv->dv", x, dlogits, preferred_element_type=jnp.float32)
         return (objective + chunk_objective, nll + jnp.sum(chunk_nll), dhead, by_source), dx
 
     zero = jnp.zeros((), jnp.float32)
     by_source = jnp.zeros((sources, 2), jnp.float32) if sources else ()
-    start = (zero, zero, jnp.zeros(matrix.shape, jnp.float32) if with_gradients else None, by_source)
-    (objective, nll, dhead, by_source), dx = jax.lax.scan(one, start, (xs, ys))
+    dhead = jnp.zeros(matrix.shape, jnp.float32) if with_gradients and head.slot is not None else None
+    (objective, nll, dhead, by_source), dx = jax.lax.scan(one, (zero, zero, dhead, by_source), (xs, ys))
     sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32), sources=by_source)
     if not with_gradients:
         return sums, None, None
@@ -115,7 +117,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
 def _chunk(x, y, matrix, layout, settings):
     """Objective sum and cross-entropy of each token of one chunk [c, D], and d objective / d logits [c, V] in float32."""
-    logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap)
+    logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap, settings.scale)
     ids = place(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)

@@ -1,11 +1,13 @@
-"""The feed-forward layer of a block: gated (SwiGLU, GeGLU; Shazeer 2020) or plain GELU."""
+"""The feed-forward layer of a block: gated (SwiGLU, GeGLU; Shazeer 2020; the clamped SwiGLU of gpt-oss) or plain GELU."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
@@ -14,13 +16,29 @@ from jaxtrain.model.products import Product
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import named
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
 }
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "swiglu_clamped")
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What an MLP does between its products. `kind`: `model.mlp`; limit: `model.swiglu_limit`."""
+
+    kind: str
+    limit: float
+
+    def __call__(self, hidden: Sequence[jax.Array]) -> jax.Array:
+        """Hidden activations [..., F] of gate and up, or of up alone, to the input of the down product."""
+        if self.kind == "swiglu_clamped":  # gpt-oss (arXiv:2508.10925, section 2)
+            gate, up = jnp.minimum(hidden[0], self.limit), jnp.clip(hidden[1], -self.limit, self.limit)
+            return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+        act = FUNCTIONS[self.kind]
+        return act(hidden[0]) * hidden[1] if self.kind in GATED else act(hidden[0])
 
 
 class Mlp(nnx.Module):
@@ -44,13 +62,12 @@ class Mlp(nnx.Module):
         self.down = Linear(
             rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, layout.sequence_parallel, product, row=True
         )
-        self.activation = model.mlp
+        self.activation = Activation(model.mlp, model.swiglu_limit)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, t, D] -> [B, t, D]."""
-        act = ACTIVATIONS[self.activation]
         into = (self.up,) if self.gate is None else (self.gate, self.up)
         products = named("mlp_hidden", columns, x, "BTD,DF->BTF", *into)
         with jax.named_scope("mlp_activation"):
-            hidden = act(products[0]) if self.gate is None else act(products[0]) * products[1]
+            hidden = self.activation(products)
         return named("mlp_out", row, hidden, "BTF,DF->BTD", self.down)

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 
 
-def capped(x: jax.Array, cap: float) -> tuple[jax.Array, jax.Array | float]:
-    """cap * tanh(x / cap) and its slope in x, float32 of any shape; x itself and 1 where the cap is 0 (off)."""
+def capped(x: jax.Array, cap: float, scale: float = 1.0) -> tuple[jax.Array, jax.Array | float]:
+    """cap * tanh(scale * x / cap) and its slope in x, float32 of any shape; scale * x where the cap is 0 (off)."""
+    if scale != 1.0:
+        x = x * scale
     if not cap:
-        return x, 1.0
+        return x, scale
     x = cap * jnp.tanh(x / cap)
-    return x, 1.0 - (x / cap) ** 2
+    slope = 1.0 - (x / cap) ** 2
+    return x, slope if scale == 1.0 else scale * slope

@@ -93,6 +93,8 @@ def _embed_forward(stored, tokens, place):
 
 def _embed_backward(place, residuals, g):
     (stored, tokens), layout = residuals, place.layout
+    if stored.slot is None:
+        return stored.gradient(None), None
     sharded = _travels(stored, place)
     ids = tokens
     if sharded:  # the gradient of this device's part of D, from all tokens of `fsdp`: nothing is left to sum there

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.activation_buffer import Stash
-from jaxtrain.parallel.parameters import Pair, Weight, fetch, is_stored
+from jaxtrain.parallel.parameters import Pair, Weight, fetch, given, is_stored, subset
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.remat.policy import Remat
 
@@ -110,7 +110,7 @@ class Stack:
             with jax.named_scope(WEIGHTS):
                 value = self.of(stored.value, number)
             weight = place.fetch(dataclasses.replace(stored, value=value))
-            return place.pair(weight, *self.later) if self.later and pair else weight
+            return place.pair(weight, *self.later) if self.later and pair and stored.slot is not None else weight
 
         return jax.tree.map(one, stored, self.places, self.pairs, is_leaf=is_stored)
 
@@ -232,7 +232,7 @@ def _backward(stack, residuals, cotangents):
     dx, after_gradients, _, _ = cotangents
 
     def give_after():
-        found = jax.tree.map(_give_after, after, after_gradients, stack.after, is_leaf=lambda x: is_stored(x) or _is_weight(x))
+        found = jax.tree.map(given, after, after_gradients, stack.after, is_leaf=lambda x: is_stored(x) or _is_weight(x))
         return _cotangents(after, found)
 
     fetched = stored
@@ -291,8 +291,8 @@ def backward_of_inputs(
             for pull in kept[turn].pulls(stack, turn, mine, stack.layer(of_layers, number), shared):
                 dx, gradients, held = pull(dx, held)
                 found |= gradients
-            sums = stack.put_all(sums, stack.sums(_only(found, stack.pairs, False), sums, stored, number), number)
-            pairs.append(_only(found, stack.pairs, True))
+            sums = stack.put_all(sums, stack.sums(subset(found, stack.pairs, False), sums, stored, number), number)
+            pairs.append(subset(found, stack.pairs, True))
         if stash:
             room, pairs = stash.put(room, pairs, None if isinstance(group, int) else group), None
         return (dx, sums, room), pairs
@@ -343,6 +343,8 @@ def _pull(stack, dx, kept, stored, loops, of_layers, shared, weights=None, besid
     every, ahead = stack.remat.every, stack.ahead("backward", stored)
 
     def sums_of(stored):
+        if stored.slot is None:
+            return None
         same = stored.earlier is not None and stored.earlier.shape == stored.slot.shape
         return stored.earlier if same else jnp.zeros(stored.slot.shape, jnp.float32)
 
@@ -379,10 +381,6 @@ def _pull(stack, dx, kept, stored, loops, of_layers, shared, weights=None, besid
     return dx, sums, found
 
 
-def _give_after(stored, weight, place):
-    return place.give(weight.slot, stored.earlier, stored.last)
-
-
 def _cotangents(stored, gradients):
     return jax.tree.map(lambda stored, g: stored.gradient(g), stored, gradients, is_leaf=is_stored)
 
@@ -415,7 +413,7 @@ class _Kept:
         def gradients(number, dx, held):
             dx, weights, *_ = pulls[number](dx)
             own = {key: weights[key] for key in stack.parts[number].reads}
-            own = jax.tree.map(lambda w: w.slot, own, is_leaf=_is_weight)
+            own = _slots(own)
             own |= {key: jax.tree.map(jnp.add, own[key], held[key]) for key in own if key in held}
             waits = {key for part in stack.parts[:number] for key in part.reads if key in own}
             held = {key: tree for key, tree in held.items() if key not in own} | {key: own.pop(key) for key in waits}
@@ -460,10 +458,12 @@ def _like(tree: Any, part: Any) -> Any:
     return {key: _like(tree[key], below) for key, below in part.items()} if isinstance(part, dict) else tree
 
 
-def _only(tree: Any, flags: Any, wanted: bool) -> Any:
-    """Of a nested dict, the leaves whose flag is the wanted one."""
-    found = {key: _only(below, flags[key], wanted) if isinstance(below, dict) else below for key, below in tree.items()}
-    return {key: x for key, x in found.items() if (x != {} if isinstance(x, dict) else flags[key] == wanted)}
+def _slots(tree: Any) -> Any:
+    """The slots of a nested dict of `Weight`s, without those of frozen weights."""
+    if _is_weight(tree):
+        return tree.slot
+    found = {key: _slots(below) for key, below in tree.items()}
+    return {key: x for key, x in found.items() if x is not None and not (isinstance(x, dict) and not x)}
 
 
 def _is_weight(x: Any) -> bool:

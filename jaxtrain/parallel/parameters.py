@@ -41,9 +41,9 @@ class Stored:
     last: bool = dataclasses.field(default=True, metadata={"static": True})  # sum over all devices; else what cannot wait
     ready: bool = dataclasses.field(default=False, metadata={"static": True})  # `value` is what products take
 
-    def gradient(self, slot: jax.Array) -> Stored:
-        """The cotangent of this leaf when that of its slot is `slot`."""
-        return dataclasses.replace(self, value=None, slot=slot, earlier=None)
+    def gradient(self, slot: jax.Array | None) -> Stored:
+        """The cotangent of this leaf when that of its slot is `slot`; frozen weights have none."""
+        return dataclasses.replace(self, value=None, slot=None if self.slot is None else slot, earlier=None)
 
 
 @jax.tree_util.register_dataclass
@@ -67,8 +67,8 @@ class Weight:
     slot: jax.Array | Pair | None = None  # float32 zeros like `value`; its gradient is the weight's, or a `Pair` for it
 
     def gradient(self, slot: jax.Array | Pair) -> Weight:
-        """The cotangent of this leaf when that of its slot is `slot`."""
-        return Weight(None, slot)
+        """The cotangent of this leaf when that of its slot is `slot`; frozen weights have none."""
+        return Weight(None, None if self.slot is None else slot)
 
     @property
     def later(self) -> bool:
@@ -282,6 +282,22 @@ def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
     return nnx.to_pure_dict(nnx.map_state(place, variables))
 
 
+def given(stored: Stored, weight: Weight, place: Place) -> jax.Array | None:
+    """`place.give` of the gradient of a weight that `place.fetch` made of `stored`; None of a frozen one."""
+    return None if stored.slot is None else place.give(weight.slot, stored.earlier, stored.last)
+
+
+def subset(tree: dict, flags: dict, wanted: bool = True) -> dict:
+    """Of a nested dict, the leaves whose flag is the wanted one; dicts that have none are left out."""
+    found = {key: subset(x, flags[key], wanted) if isinstance(x, dict) else x for key, x in tree.items()}
+    return {key: x for key, x in found.items() if (x != {} if isinstance(x, dict) else flags[key] == wanted)}
+
+
+def replaced(tree: dict, part: dict) -> dict:
+    """A nested dict with the leaves of `part` in their places."""
+    return tree | {key: replaced(tree[key], x) if isinstance(x, dict) else x for key, x in part.items()}
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fetch(stored: Stored, place: Place) -> Weight:
     """`place.fetch(stored)`; differentiated, `place.give`."""
@@ -290,7 +306,7 @@ def fetch(stored: Stored, place: Place) -> Weight:
 
 fetch.defvjp(
     lambda stored, place: (fetch(stored, place), stored),
-    lambda place, stored, g: (stored.gradient(place.give(g.slot, stored.earlier, stored.last)),),
+    lambda place, stored, g: (stored.gradient(given(stored, g, place)),),
 )
 
 

@@ -96,6 +96,8 @@ def _shrink_model(model, small, mesh: dict[str, int], sizes: dict[str, int], par
     kv_heads, group = _shrink_heads(model.num_heads // model.num_kv_heads, model.num_kv_heads, tensor, sizes["tensor"])
     small.update(num_kv_heads=kv_heads, num_heads=kv_heads * group)
     small.global_attention_every = min(model.global_attention_every, 3)
+    small.layer_pattern = tuple(dict.fromkeys(model.layer_pattern))  # one layer of each kind
+    small.rotary_dim = model.rotary_dim * small.head_dim // model.head_dim // 2 * 2 or min(model.rotary_dim, 2)
     small.num_layers = min(model.num_layers, -(-max(2, small.global_attention_every) // parts) * parts)
     if model.num_experts:
         _shrink_experts(model, small, sizes)

@@ -260,10 +260,10 @@ def _put(all, one, slot):
 
 def _stage(decoder, batch, key, microbatch, chunk, later=None):
     """Arguments of `stack.forward` but x, for one of this stage's virtual stages and a microbatch."""
-    blocks, stored, (numbers, windows) = decoder.layers()
+    blocks, stored, layers = decoder.layers()
     blocks = dataclasses.replace(blocks, first=chunk * blocks.count, later=later)
     shared = decoder.shared(batch["segment_ids"][microbatch], batch["positions"][microbatch], key(microbatch))
-    return blocks, stored, (numbers, windows, None), shared
+    return blocks, stored, layers, shared
 
 
 def _fetched(places, weights):
@@ -282,7 +282,7 @@ def _complete(places, sums):
     """Sums over microbatches summed over devices."""
 
     def one(path, place, sums):
-        if not place.matrix:
+        if sums is None or not place.matrix:
             return sums
         return jax.lax.map(place.complete, sums) if path[0].key == "blocks" else place.complete(sums)
 

@@ -172,6 +172,7 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
     """The fields of a plan that need no compiler."""
     tokens = config.data.global_batch_rows * config.data.seq_len_tokens
     layout = closed_form.layout_of(config, topology.size)
+    parameters = inventory.of_model(config.model, config.train.frozen)
     return {
         "name": name,
         "topology": topology,
@@ -188,9 +189,9 @@ def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
             "precision.reduce_dtype": config.precision.reduce_dtype,
         },
         "schedule": pipeline_schedule.of(config, layout.size("pipeline")),
-        "parameters": sum(math.prod(p.shape) for p in inventory.of_model(config.model).parameters),
+        "parameters": sum(math.prod(p.shape) for p in parameters.parameters),
         "tokens": tokens,
-        "model_flops": flops.step_flops(inventory.of_model(config.model), tokens, config.data.seq_len_tokens),
+        "model_flops": flops.step_flops(parameters, tokens, config.data.seq_len_tokens),
         "versions": {"jax": jax.__version__},
     }
 

@@ -23,7 +23,7 @@ from jaxtrain.model.moe import balance
 from jaxtrain.model.moe.router import nothing
 from jaxtrain.model.vocabulary import padded_size
 from jaxtrain.parallel.collectives import place, psum
-from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel.parameters import Stored, subset
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device
 from jaxtrain.pipeline import executor as pipeline
@@ -42,19 +42,23 @@ def device_functions(
     abstract_params: Any,
     places: Any,
     dims: Any,
+    trainable: Any,
 ) -> tuple[Callable, Callable, Callable]:
     """Three functions of global arrays that run once per device.
 
     Args:
-      merge: weights -> model; abstract_params, places, dims: of the weights.
+      merge: weights -> model; abstract_params, places, dims, trainable: of the weights.
 
     Returns:
-      gradients: (params, batch [M, b, T], step) -> (LossSums, sums of gradients in optimizer placement, their global norm);
+      gradients: (params, batch [M, b, T], step) -> (LossSums, sums of gradients in optimizer placement, a
+        nested dict of the trainable weights, their global norm);
       evaluation: (params, batch [b, T]) -> (LossSums,) without z-loss and smoothing;
       logits: (params, batch [b, T]) -> ([b, T, V] float32,), V with its padding.
     """
-    model = config.model
-    plain = LossSettings(model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap)
+    model, stored, trained_dims = config.model, ("storage", dims), subset(dims, trainable)
+    plain = LossSettings(
+        model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap, scale=model.logit_scale
+    )
     sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
     trained = dataclasses.replace(
         plain, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing, sources=sources
@@ -128,7 +132,7 @@ def device_functions(
     def slots(last):
         placement = "optimizer" if last else "gradient"
         shapes = jax.tree.map(lambda a, names: layout.local_shape(names, placement, a.shape), abstract_params, dims)
-        return jax.tree.map(lambda _, shape: jnp.zeros(shape, jnp.float32), abstract_params, shapes)
+        return jax.tree.map(lambda flag, shape: jnp.zeros(shape, jnp.float32) if flag else None, trainable, shapes)
 
     table = pipeline_schedule.of(config, layout.size("pipeline"))
     stages = pipeline.Model(
@@ -153,11 +157,12 @@ def device_functions(
         if model.num_experts:
             added = balance.objective(sums.routing, whole._replace(counts=sums.routing.counts), config, layout)
             sums = sums._replace(objective=sums.objective + added)
-        total = jax.tree.map(lambda g, place: place.finish(g), total, places)
+        total = jax.tree.map(lambda g, place: place.finish(g), subset(total, trainable), subset(places, trainable))
         squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g)), total)
         # The embedding's gradient and the small sums come last. Squares of the others are computed meanwhile, not after them.
-        sums, total, squares["blocks"] = jax.lax.optimization_barrier((sums, total, squares["blocks"]))
-        return sums, total, _norm(layout, squares, dims)
+        sums, total, of_blocks = jax.lax.optimization_barrier((sums, total, squares.get("blocks", {})))
+        squares |= {"blocks": of_blocks} if of_blocks else {}
+        return sums, total, _norm(layout, squares, trained_dims)
 
     def evaluation(weights, batch):
         def add(decoder, x, rows, number, sums):
@@ -183,9 +188,8 @@ def device_functions(
         shape = (*batch["tokens"].shape, padded_size(model) // layout.size(*VOCAB_AXES))
         return (pipeline.forward(layout, stages, put, weights, batch, jnp.zeros(shape, jnp.float32)),)
 
-    stored = ("storage", dims)
     return (
-        per_device(layout, gradients, [stored, MICROBATCHES, None], [None, ("optimizer", dims), None]),
+        per_device(layout, gradients, [stored, MICROBATCHES, None], [None, ("optimizer", trained_dims), None]),
         per_device(layout, evaluation, [stored, ROWS], [None]),
         per_device(layout, logits, [stored, ROWS], [LOGITS]),
     )

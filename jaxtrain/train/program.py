@@ -25,6 +25,7 @@ from jaxtrain.model.inventory import Inventory
 from jaxtrain.model.loss import IGNORE, SOURCE_BIT, LossSums
 from jaxtrain.model.moe import balance
 from jaxtrain.parallel import overlap
+from jaxtrain.parallel.parameters import replaced, subset
 from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
 from jaxtrain.remat import policy as memory
 from jaxtrain.runtime import compat
@@ -166,15 +167,17 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, weights = nnx.split(abstract, nnx.Param)
-    parameters, abstract_params = inventory.of_decoder(abstract), nnx.to_pure_dict(weights)
+    parameters, abstract_params = inventory.of_decoder(abstract, config.train.frozen), nnx.to_pure_dict(weights)
     dims = parameters.tree("dims")
     merge = functools.partial(nnx.merge, graph)
-    optimizer = optimizers.make(config, dims)
+    trainable = parameters.tree("trainable")
+    trained, trained_dims = subset(abstract_params, trainable), subset(dims, trainable)
+    optimizer = optimizers.make(config, trained_dims)
 
     whole = layout.sharding((), "activation")
     param_shardings = tree_shardings(layout, abstract_params, dims, "storage", memory.memory_kind(config.memory, "master"))
-    gradient_shardings = tree_shardings(layout, abstract_params, dims, "optimizer")
-    opt_shardings = _optimizer_shardings(layout, optimizer, abstract_params, dims, memory.memory_kind(config.memory, "moments"))
+    gradient_shardings = tree_shardings(layout, trained, trained_dims, "optimizer")
+    opt_shardings = _optimizer_shardings(layout, optimizer, trained, trained_dims, memory.memory_kind(config.memory, "moments"))
     state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
 
     def init(seed):
@@ -183,9 +186,10 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
             order = layout.layer_order(model.num_layers).ravel()
             params["blocks"] = jax.tree.map(lambda a: a[order], params["blocks"])
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, optimizer.init(params), zero, zero)
+        return TrainState(zero, params, optimizer.init(subset(params, trainable)), zero, zero)
 
-    functions = device_functions(config, layout, merge, abstract_params, weight_places(abstract, layout, dtype), dims)
+    places = weight_places(abstract, layout, dtype)
+    functions = device_functions(config, layout, merge, abstract_params, places, dims, trainable)
     if "master" in config.memory.offload:
         functions = [memory.with_working_copy(function, optimizers.is_matrix(dims), dtype) for function in functions]
     gradients, evaluation, logits = functions
@@ -196,12 +200,19 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         extra = balance.figures(sums.routing, config) if model.num_experts else {}
         return mean_losses(sums) | extra | {"grad_norm": norm}, grads
 
+    moves_bias = "blocks.mlp.router.bias" in {p.name for p in parameters.parameters if p.trainable}
+
     def routed(params, sums, finite):
         stored = sums.routing.counts[layout.layer_order(len(sums.routing.counts)).reshape(-1)]
-        params = balance.move_bias(params, stored, finite, config.train.router_bias_rate)
+        params = balance.move_bias(params, stored, finite, config.train.router_bias_rate) if moves_bias else params
         return params, balance.figures(sums.routing, config)
 
-    update = optimizers.make_update(config, dims)
+    rule = optimizers.make_update(config, trained_dims)
+
+    def update(finite, rate, grads, params, opt_state):
+        new, opt_state = rule(finite, rate, grads, subset(params, trainable), opt_state)
+        return replaced(params, new), opt_state
+
     train_step = make_train_step(gradients, update, config.optimizer.clip_norm, routed if model.num_experts else None)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     length, context = config.data.seq_len_tokens, layout.context

@@ -14,9 +14,9 @@ from flax import nnx
 
 from jaxtrain.model.attention import blockwise, cudnn, reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
-from jaxtrain.model.attention.mask import Positions, visible
+from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.dropout import factors
-from jaxtrain.model.layers import Linear, Norm, columns, row
+from jaxtrain.model.layers import Linear, Norm, columns, read, row, vector
 from jaxtrain.model.products import Product
 from jaxtrain.model.rope import rotate
 from jaxtrain.parallel.parameters import own_heads_of
@@ -32,7 +32,13 @@ class Rows:
     segments: jax.Array  # [B, T] document numbers, 0 padding
     index: jax.Array  # [T] places in the row
     key_segments: jax.Array  # [B, S] those of the whole row, in the order in which devices hold them
-    rope: tuple[jax.Array, jax.Array] | None  # cos, sin [B, T, H/2] float32
+    rope: tuple[jax.Array, jax.Array] | None  # cos, sin: see `rope.tables`
+
+    def angles(self, layer: Layer) -> tuple[jax.Array, jax.Array]:
+        """cos and sin [B, T, H/2] of a layer."""
+        if layer.rope is None:
+            return self.rope
+        return tuple(jax.lax.dynamic_index_in_dim(table, layer.rope, 0, keepdims=False) for table in self.rope)
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +59,17 @@ class Cache:
         return Cache(put(self.keys, keys), put(self.values, values), put(self.segments, rows.segments))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What differs between layers beside weights: of one layer, or of several, stacked. See `jaxtrain.model.layer_spec`."""
+
+    number: jax.Array  # int32, from 0
+    window: jax.Array  # int32: a query sees this many latest keys, itself included; 0: all
+    rope: jax.Array | None  # int32: which of the model's rotary embeddings; None: there is one
+    cache: Cache | None = None
+
+
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023); K = N is multi-head, K = 1 multi-query."""
 
@@ -71,6 +88,7 @@ class Attention(nnx.Module):
         shape, dims = (d, n, self.value_dim), ("embed", "heads", "head_dim")
         self._make_inputs(rngs, product)
         self.out = Linear(rngs, shape, dims, out_stddev, layout, bias, layout.sequence_parallel, product, row=True)
+        self.sinks = vector((n,), ("heads",), 0.0) if model.attention_sinks else None
 
     @property
     def value_dim(self) -> int:
@@ -90,57 +108,55 @@ class Attention(nnx.Module):
         self.query_norm = Norm(*norm) if model.qk_norm else None
         self.key_norm = Norm(*norm) if model.qk_norm else None
 
-    def __call__(self, x: jax.Array, rows: Rows, window: jax.Array | int, keys: jax.Array | None, cache: Cache | None):
-        """[B, t, D] -> [B, t, D], and the cache with this call's keys and values written at `rows.index` (None without).
+    def __call__(self, x: jax.Array, rows: Rows, layer: Layer, keys: jax.Array | None):
+        """[B, t, D] -> [B, t, D], and the layer's cache with this call's keys and values written at `rows.index`, or None.
 
         `keys`: [B, T] dropout keys, one per query, or None.
         """
-        q, k, v = self._inputs(x, rows)
+        q, k, v = self._inputs(x, rows, layer)
         with jax.named_scope("attention"):
-            out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, window, keys, cache)
+            out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, layer, keys)
         out = out.reshape(q.shape)[..., : self.value_dim]
         return named("attention_out", row, out, "BTNH,DNH->BTD", self.out), cache
 
-    def _inputs(self, x, rows):
+    def _inputs(self, x, rows, layer):
         """Queries [B, T, N, H], keys and values [B, T, K, H] of this device's heads, rotated."""
         q, k, v = named("qkv", columns, x, "BTD,DNH->BTNH", self.query, self.key, self.value)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rows.rope is not None:
             with jax.named_scope("rope"):
-                q, k = rotate(q, *rows.rope), rotate(k, *rows.rope)
+                angles = rows.angles(layer)
+                q, k = rotate(q, *angles), rotate(k, *angles)
         return q, k, v
 
-    def _see(self, q, k, v, rows, window, dropout_keys, cache):
+    def _see(self, q, k, v, rows, layer, dropout_keys):
         """Attention of this device's queries [B, T, K, G, H] to the whole row, or to the cache; and the cache."""
+        model, layout = self.model, self.layout
+        settings = Settings(model.attention_scale or model.head_dim**-0.5, model.attention_softcap)
+        sinks = None if self.sinks is None else read(self.sinks).reshape(q.shape[2:4])
+        queries, cache = Positions(rows.index, rows.segments), layer.cache
         if cache is not None:
             cache = cache.write(k, v, rows)
-            out = self._attend(q, cache.keys, cache.values, rows, cache.segments, window, None, "reference")
-        elif self.layout.context.devices > 1 and self.layout.context.method == "ring":
-            settings = blockwise.Settings(self._scale, self.model.attention_softcap)
-            out = ring.attend(q, k, v, rows.key_segments, window, self.layout, self.backend, settings)
-        else:
-            segments = natural(rows.key_segments, self.layout)
-            k, v = whole_row(k, self.layout), whole_row(v, self.layout)
-            out = self._attend(q, k, v, rows, segments, window, dropout_keys, self.backend)
-        return out, cache
+            mask = Mask(queries, Positions(jnp.arange(cache.keys.shape[1]), cache.segments), layer.window)
+            return reference.attend(q, cache.keys, cache.values, mask, settings, sinks), cache
+        if layout.context.devices > 1 and layout.context.method == "ring":
+            way = ring.Ring(layout, self.backend, settings)
+            return ring.attend(q, k, v, rows.key_segments, layer.window, way, sinks), None
+        k, v, segments = whole_row(k, layout), whole_row(v, layout), natural(rows.key_segments, layout)
+        mask = Mask(queries, Positions(jnp.arange(k.shape[1]), segments), layer.window)
+        return self._attend((q, k, v), mask, settings, sinks, dropout_keys), None
 
-    @property
-    def _scale(self) -> float:
-        return self.model.attention_scale or self.model.head_dim**-0.5
-
-    def _attend(self, q, k, v, rows, segments, window, dropout_keys, backend):
-        """Attention to keys and values of the whole row [B, S, K, H], in natural order."""
-        model = self.model
-        queries, keys = Positions(rows.index, rows.segments), Positions(jnp.arange(k.shape[1]), segments)
-        if backend == "blockwise":
-            return blockwise.attend(q, k, v, queries, keys, window, blockwise.Settings(self._scale, model.attention_softcap))
-        mask = visible(queries, keys, window)
-        if backend == "cudnn":
-            return cudnn.attend(q, k, v, mask, self._scale)
+    def _attend(self, inputs, mask, settings, sinks, dropout_keys):
+        """Attention of queries to keys and values of the whole row [B, S, K, H], in natural order."""
+        model, (q, k, _) = self.model, inputs
+        if self.backend == "blockwise":
+            return blockwise.attend(*inputs, mask, settings, sinks)
+        if self.backend == "cudnn":
+            return cudnn.attend(*inputs, mask, settings)
         kept = None
         if model.dropout_attention and dropout_keys is not None:
             # [B, T, N, S] for the true heads, of which this device takes its own: masks do not depend on `tensor`.
             kept = factors(dropout_keys, model.dropout_attention, (model.num_heads, k.shape[1]))
             kept = own_heads_of(kept, 2, self.layout).reshape(*q.shape[:4], k.shape[1]).transpose(0, 2, 3, 1, 4)
-        return reference.attend(q, k, v, mask, self._scale, model.attention_softcap, kept)
+        return reference.attend(*inputs, mask, settings, sinks, kept)

@@ -9,59 +9,51 @@ their log-sum-exps, and its gradients given the output and log-sum-exp of attent
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.model.attention.mask import Positions, visible
-from jaxtrain.model.attention.merge import row_sums, saved_lse
+from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
+from jaxtrain.model.attention.merge import row_sums, saved_lse, sinks_gradient, with_sinks
 from jaxtrain.model.softcap import capped
 from jaxtrain.remat.policy import name
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Static: the factor on q.k, the soft cap (0 off), largest block of queries and of keys, whether later keys are hidden."""
-
-    scale: float
-    softcap: float = 0.0
-    block: int = 128
-    causal: bool = True
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def attend(q, k, v, queries: Positions, keys: Positions, window, settings: Settings) -> jax.Array:
-    """As `reference.attend`, with positions and window instead of a mask.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend(q, k, v, mask: Mask, settings: Settings, sinks: jax.Array | None = None) -> jax.Array:
+    """As `reference.attend`.
 
     Args:
-      q [B, T, K, G, H]; k, v [B, S, K, H]: the whole row; one float dtype. window: int32 scalar (0: all).
+      q [B, T, K, G, H]; k, v [B, S, K, H]: the whole row; one float dtype. sinks: [K, G] float32 or None.
     """
-    return _forward(q, k, v, queries, keys, window, settings)[0]
+    return _forward(q, k, v, mask, settings, sinks)[0]
 
 
-def _forward(q, k, v, queries, keys, window, settings):
+def _forward(q, k, v, mask, settings, sinks):
     """Output, and for the backward also one log-sum-exp per query."""
-    out, lse = forward(q, k, v, queries, keys, window, settings, q.dtype)
-    out, lse = name((out, saved_lse(lse)), "attention")
-    return out, (q, k, v, queries, keys, window, out, lse)
+    out, lse = forward(q, k, v, mask, settings, q.dtype if sinks is None else jnp.float32)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    out, lse = name((out.astype(q.dtype), saved_lse(lse)), "attention")
+    return out, (q, k, v, mask, sinks, out, lse)
 
 
 def _backward(settings, residuals, g):
-    q, k, v, queries, keys, window, out, lse = residuals
-    saved = (out, lse, row_sums(g, out))
-    dq, dk, dv = backward(q, k, v, queries, keys, window, settings, saved, g, q.dtype)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+    q, k, v, mask, sinks, out, lse = residuals
+    sums = row_sums(g, out)
+    dq, dk, dv = backward(q, k, v, mask, settings, (out, lse, sums), g, q.dtype)
+    d_sinks = None if sinks is None else sinks_gradient(sinks, lse, sums)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, d_sinks
 
 
 attend.defvjp(_forward, _backward)
 
 
-def forward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings, dtype=jnp.float32):
+def forward(q, k, v, mask: Mask, settings: Settings, dtype=jnp.float32):
     """Attention to some keys: output [B, T, K, G, H] in `dtype`, log-sum-exp [B, T, K, G] float32, -inf without any."""
-    blocks = _Blocks(q, k, queries, keys, window, settings)
+    blocks = _Blocks(q, k, mask, settings)
     heads_q, heads_k, heads_v = _heads_first(q), _heads_first(k), _heads_first(v)
 
     def one_query_block(_, i):
@@ -69,8 +61,8 @@ def forward(q, k, v, queries: Positions, keys: Positions, window, settings: Sett
 
         def add(j, carry):
             top, total, acc = carry
-            scores, mask, _ = blocks.scores(q_i, blocks.keys(heads_k, j), i, j)
-            scores = jnp.where(mask, scores, -jnp.inf)
+            scores, seen, _ = blocks.scores(q_i, blocks.keys(heads_k, j), i, j)
+            scores = jnp.where(seen, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
             # While nothing is visible the maximum is -inf: shift by 0 then, since -inf - -inf is nan.
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -92,14 +84,14 @@ def forward(q, k, v, queries: Positions, keys: Positions, window, settings: Sett
     return tuple(jnp.moveaxis(_join(x, q.shape[1]), 3, 1) for x in (out, lse))
 
 
-def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings, saved, g, dtype=jnp.float32):
+def backward(q, k, v, mask: Mask, settings: Settings, saved, g, dtype=jnp.float32):
     """Gradients by q, in `dtype`, and by k and v, in float32, of attention of which these are some of the keys.
 
     Args:
       saved: output, log-sum-exp (`saved_lse`) and `row_sums` of attention to all keys; g: the gradient of that output.
     """
     lse, delta = (jnp.moveaxis(x, 1, 3) for x in saved[1:])
-    blocks = _Blocks(q, k, queries, keys, window, settings)
+    blocks = _Blocks(q, k, mask, settings)
     heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(g)
 
     def one_query_block(carry, i):
@@ -109,8 +101,8 @@ def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Set
         def add(j, carry):
             dq_i, dk, dv = carry
             k_j, v_j = blocks.keys(heads_k, j), blocks.keys(heads_v, j)
-            scores, mask, slope = blocks.scores(q_i, k_j, i, j)
-            p = jnp.exp(jnp.where(mask, scores, -jnp.inf) - lse_i)
+            scores, seen, slope = blocks.scores(q_i, k_j, i, j)
+            p = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse_i)
             dp = jnp.einsum("BKGTH,BKSH->BKGTS", g_i, v_j, preferred_element_type=jnp.float32)
             ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
             dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
@@ -143,21 +135,21 @@ def _join(x, length):
 class _Blocks:
     """How queries and keys are cut, and the scores of a pair of blocks."""
 
-    def __init__(self, q, k, queries, keys, window, settings):
-        self.settings, self.window = settings, window
+    def __init__(self, q, k, mask, settings):
+        self.settings, self.window, self.causal = settings, mask.window, mask.causal
         self.query_block, self.key_block = min(settings.block, q.shape[1]), min(settings.block, k.shape[1])
         self.num_query_blocks = math.ceil(q.shape[1] / self.query_block)
         self.num_key_blocks = math.ceil(k.shape[1] / self.key_block)
         self.query_positions, self.key_positions = (
-            Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments) for p in (queries, keys)
+            Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments) for p in (mask.queries, mask.keys)
         )
         first_query, last_query = _ends(self.query_positions.index, self.query_block)
         first_key, last_key = _ends(self.key_positions.index, self.key_block)
         # Of each query block, the first key block that the window lets it see, and one past the last that is not wholly later.
-        hidden = (last_key[:, None] <= first_query[:, :, None] - window).all(0) & (jnp.asarray(window) > 0)
+        hidden = (last_key[:, None] <= first_query[:, :, None] - mask.window).all(0) & (jnp.asarray(mask.window) > 0)
         self.first = hidden.sum(-1)
         self.last = jnp.full(self.num_query_blocks, self.num_key_blocks)
-        if settings.causal:
+        if mask.causal:
             self.last = (first_key[:, None] <= last_query[:, :, None]).any(0).sum(-1)
 
     def queries(self, x, i):
@@ -180,8 +172,8 @@ class _Blocks:
         scores, slope = capped(scores, self.settings.softcap)
         queries = jax.tree.map(lambda x: _block(x, i, self.query_block, 1), self.query_positions)
         keys = jax.tree.map(lambda x: _block(x, j, self.key_block, 1), self.key_positions)
-        mask = visible(queries, keys, self.window, self.settings.causal)
-        return scores, mask[:, None, None], slope
+        seen = visible(Mask(queries, keys, self.window, self.causal))
+        return scores, seen[:, None, None], slope
 
 
 def _ends(index, size):

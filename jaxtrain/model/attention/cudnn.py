@@ -12,37 +12,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.model.attention.blockwise import Settings
-from jaxtrain.model.attention.mask import Positions, visible
+from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
 from jaxtrain.model.attention.merge import halves, join, merge
 from jaxtrain.runtime.compat import cudnn_attention, cudnn_attention_backward
 
 SQUARE = 1024  # largest piece on the diagonal that gets a mask
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> jax.Array:
     """As `reference.attend`, for bfloat16 on GPU. `jaxtrain.validate.cudnn_refusal` lists what it cannot honour."""
-    out = jax.nn.dot_product_attention(_heads(q), k, v, mask=mask[:, None], scale=scale, implementation="cudnn")
+    seen = visible(mask)[:, None]
+    out = jax.nn.dot_product_attention(_heads(q), k, v, mask=seen, scale=settings.scale, implementation="cudnn")
     return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
 
 
-def forward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings):
+def forward(q, k, v, mask: Mask, settings: Settings):
     """As `blockwise.forward` without window and soft cap. Each document is in one piece in its row.
 
-    With `settings.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries.
+    With `mask.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries.
     """
-    if not settings.causal:
-        return _rectangle(q, k, v, queries.segments, keys.segments, settings.scale)
-    return _triangle(q, k, v, queries.segments, settings.scale)
+    if not mask.causal:
+        return _rectangle(q, k, v, mask.queries.segments, mask.keys.segments, settings.scale)
+    return _triangle(q, k, v, mask.queries.segments, settings.scale)
 
 
-def backward(q, k, v, queries: Positions, keys: Positions, window, settings: Settings, saved, g):
+def backward(q, k, v, mask: Mask, settings: Settings, saved, g):
     """As `blockwise.backward`, of `forward`."""
     out, lse, _ = saved
     rows = (q, out, jnp.where(jnp.isinf(lse), 1e30, lse), g)  # a query that sees nothing: exp(score - lse) is 0
-    if not settings.causal:
-        return _rectangle_backward(rows, k, v, queries.segments, keys.segments, settings.scale)
-    return _triangle_backward(rows, k, v, queries.segments, settings.scale)
+    if not mask.causal:
+        return _rectangle_backward(rows, k, v, mask.queries.segments, mask.keys.segments, settings.scale)
+    return _triangle_backward(rows, k, v, mask.queries.segments, settings.scale)
 
 
 def _triangle(q, k, v, segments, scale):
@@ -109,7 +109,7 @@ def _gradients(rows, k, v, mask, lengths, scale):
 
 def _mask(segments):
     row = Positions(jnp.arange(segments.shape[1]), segments)
-    return visible(row, row, 0)[:, None]
+    return visible(Mask(row, row))[:, None]
 
 
 def _heads(x):

@@ -49,7 +49,7 @@ class LatentAttention(Attention):
         self.rotated_key = narrow(rotated)
         self.key, self.value = wide(model.kv_lora_rank, h - rotated), wide(model.kv_lora_rank, model.v_head_dim)
 
-    def _inputs(self, x, rows):
+    def _inputs(self, x, rows, layer):
         model, wide = self.model, "BTD,DNH->BTNH"
         narrow = "BtD,DR->BtR"
         queries = self.query_norm(own(x, narrow, self.query_down)) if model.q_lora_rank else x
@@ -58,8 +58,9 @@ class LatentAttention(Attention):
         rotated = shared_by_tensor(own(x, narrow, self.rotated_key), self.layout)
         q, k, v, rotated = name((q, k, v, rotated), "qkv")
         plain, turned = jnp.split(q, [model.head_dim - model.qk_rope_head_dim], -1)
-        rotated = rotate(rotated[:, :, None], *rows.rope)
-        q = jnp.concatenate([plain, rotate(turned, *rows.rope)], -1)
+        angles = rows.angles(layer)
+        rotated = rotate(rotated[:, :, None], *angles)
+        q = jnp.concatenate([plain, rotate(turned, *angles)], -1)
         k = jnp.concatenate([k, jnp.broadcast_to(rotated, (*k.shape[:3], rotated.shape[-1]))], -1)
         return q, k, _fill(v, q.shape[-1])
 

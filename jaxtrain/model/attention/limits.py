@@ -14,6 +14,8 @@ def cudnn_refusal(config: ml_collections.ConfigDict) -> str | None:
         return f"precision.compute_dtype={config.precision.compute_dtype} (bfloat16 only)"
     if model.attention_softcap:
         return f"model.attention_softcap={model.attention_softcap}"
+    if model.attention_sinks:
+        return f"model.attention_sinks={model.attention_sinks} (it gives no log-sum-exp to add them to)"
     if model.dropout_attention:
         return f"model.dropout_attention={model.dropout_attention} (its masks would depend on the mesh)"
     if model.head_dim % 8 or model.head_dim > 256:

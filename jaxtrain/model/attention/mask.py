@@ -17,14 +17,30 @@ class Positions:
     segments: jax.Array  # [B, T] int32 document numbers; 0 is padding, which sees and is seen by nothing
 
 
-def visible(queries: Positions, keys: Positions, window: jax.Array | int, causal: bool = True) -> jax.Array:
-    """[B, T, S] bool: may the query see the key?
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees, by position instead of as an array of [T, S]."""
 
-    Args:
-      window: a query sees this many latest keys, itself included; 0 is all. May be traced: it differs per layer.
-      causal: keys must not be later than the query.
-    """
+    queries: Positions
+    keys: Positions
+    window: jax.Array | int = 0  # a query sees this many latest keys, itself included; 0: all. May be traced: layers differ
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})  # keys must not be later than the query
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Static: the factor on q.k, the soft cap of scores (0: off), largest block of queries and of keys of `blockwise`."""
+
+    scale: float
+    softcap: float = 0.0
+    block: int = 128
+
+
+def visible(mask: Mask) -> jax.Array:
+    """[B, T, S] bool: whether the query sees the key."""
+    queries, keys, window = mask.queries, mask.keys, mask.window
     same = (queries.segments[:, :, None] == keys.segments[:, None, :]) & (queries.segments[:, :, None] > 0)
     distance = jnp.atleast_2d(queries.index)[:, :, None] - jnp.atleast_2d(keys.index)[:, None, :]
     near = (distance < window) | (jnp.asarray(window) == 0)
-    return same & near & (distance >= 0) if causal else same & near
+    return same & near & (distance >= 0) if mask.causal else same & near

@@ -28,6 +28,20 @@ def saved_lse(lse: jax.Array) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)
 
 
+def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention [B, T, K, G, H] and its log-sum-exp with one more key for each head, of score `sinks` [K, G] and value 0.
+
+    float32. The backward of attention without sinks, given these, is that of attention with them.
+    """
+    total = jnp.logaddexp(lse, sinks)
+    return out * jnp.exp(lse - total)[..., None], total
+
+
+def sinks_gradient(sinks: jax.Array, lse: jax.Array, sums: jax.Array) -> jax.Array:
+    """[K, G] float32, from what `with_sinks` gave and the `row_sums` of that output."""
+    return -jnp.sum(jnp.exp(sinks - lse) * sums, (0, 1))
+
+
 def row_sums(g: jax.Array, out: jax.Array) -> jax.Array:
     """[B, T, K, G] float32 sums of P * dP, from the gradient of the output and the output [B, T, K, G, H]."""
     return jnp.einsum("BTKGH,BTKGH->BTKG", g, out, preferred_element_type=jnp.float32)

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention import blockwise, cudnn, reference
-from jaxtrain.model.attention.blockwise import Settings
-from jaxtrain.model.attention.mask import Positions
-from jaxtrain.model.attention.merge import halves, join, merge, row_sums, saved_lse, select
+from jaxtrain.model.attention.mask import Mask, Positions, Settings
+from jaxtrain.model.attention.merge import halves, join, merge, row_sums, saved_lse, select, sinks_gradient, with_sinks
 from jaxtrain.parallel.collectives import all_to_all, index, permute
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import name
@@ -27,23 +26,37 @@ from jaxtrain.remat.policy import name
 BACKENDS = {"blockwise": blockwise, "cudnn": cudnn, "reference": reference}
 
 
-def attend(q, k, v, segments, window, layout: Layout, backend: str, settings: Settings) -> jax.Array:
-    """Causal attention of this device's queries to the whole row.
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Static: the layout of rows, the backend that attends to parts of one, its settings, whether later keys are hidden."""
+
+    layout: Layout
+    backend: str
+    settings: Settings
+    causal: bool = True
+
+
+def attend(q, k, v, segments, window, ring: Ring, sinks: jax.Array | None = None) -> jax.Array:
+    """Attention of this device's queries to the whole row.
 
     Args:
       q [B, T, K, G, H], k and v [B, T, K, H]: of this device's positions, one float dtype.
       segments [B, S] int32: documents of the whole row in the order in which devices hold it; each is in one piece in the row.
-      window: int32 scalar, 0: all.
+      window: int32 scalar, 0: all. sinks: see `reference.attend`.
 
     Returns: [B, T, K, G, H] in q's dtype.
     """
+    layout = ring.layout
     group, shape = layout.context.group, q.shape
     if group == 1:
-        return _attend(q, k, v, segments, window, layout, backend, settings)
+        return _attend(q, k, v, segments, window, ring, sinks)
     copies = max(group // k.shape[2], 1)  # of each key/value head, where there are fewer than devices
     q = q.reshape(*q.shape[:2], k.shape[2] * copies, -1, q.shape[-1])
+    if sinks is not None:  # those of the heads that this device has after the exchange
+        sinks, own = sinks.reshape(q.shape[2:4]), q.shape[2] // group
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, index(layout, "sequence") % group * own, own, 0)
     q, k, v = (_to_heads(x, layout) for x in (q, *(jnp.repeat(x, copies, 2) for x in (k, v))))
-    return _to_positions(_attend(q, k, v, segments, window, layout, backend, settings), layout).reshape(shape)
+    return _to_positions(_attend(q, k, v, segments, window, ring, sinks), layout).reshape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -62,21 +75,21 @@ _to_heads.defvjp(lambda x, layout: (_to_heads(x, layout), None), lambda layout, 
 _to_positions.defvjp(lambda x, layout: (_to_positions(x, layout), None), lambda layout, _, g: (_to_heads(g, layout),))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(q, k, v, segments, window, layout, backend, settings):
-    return _forward(q, k, v, segments, window, layout, backend, settings)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, segments, window, ring, sinks):
+    return _forward(q, k, v, segments, window, ring, sinks)[0]
 
 
-def _forward(q, k, v, segments, window, layout, backend, settings):
-    part, steps = BACKENDS[backend].forward, _Steps(layout, segments, q, settings)
+def _forward(q, k, v, segments, window, ring, sinks):
+    part, steps, settings = BACKENDS[ring.backend].forward, _Steps(ring, segments, q), ring.settings
     here, held = steps.positions(0), jnp.concatenate([k, v], 2)
     passing = steps.send(held) if steps.count > 1 else None
-    done = part(q, k, v, here, here, window, settings)
+    done = part(q, k, v, Mask(here, here, window, ring.causal), settings)
 
     def compute(done, held, step):
         def some(queries, keys):
             (q, at), (kv, key_at) = queries, keys
-            return part(q, *jnp.split(kv, 2, 2), at, key_at, window, steps.settings)
+            return part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings)
 
         return steps.merge(done, some, (q, here), (held, steps.positions(step)), step)
 
@@ -89,22 +102,24 @@ def _forward(q, k, v, segments, window, layout, backend, settings):
         carry = jax.lax.optimization_barrier((done, passing))
         carry, _ = jax.lax.scan(one_step, carry, jnp.arange(1, steps.count - 1))
         done = compute(*carry, steps.count - 1)
+    if sinks is not None:
+        done = with_sinks(*done, sinks)
     out, lse = name((done[0].astype(q.dtype), saved_lse(done[1])), "attention")
-    return out, (q, k, v, segments, window, out, lse)
+    return out, (q, k, v, segments, window, sinks, out, lse)
 
 
-def _backward(layout, backend, settings, residuals, g):
-    q, k, v, segments, window, out, lse = residuals
-    part, steps = BACKENDS[backend].backward, _Steps(layout, segments, q, settings)
+def _backward(ring, residuals, g):
+    q, k, v, segments, window, sinks, out, lse = residuals
+    part, steps, settings = BACKENDS[ring.backend].backward, _Steps(ring, segments, q), ring.settings
     here, held, saved = steps.positions(0), jnp.concatenate([k, v], 2), (out, lse, row_sums(g, out))
     passing = steps.send(held) if steps.count > 1 else None
-    dq, *sums = part(q, k, v, here, here, window, settings, saved, g)
+    dq, *sums = part(q, k, v, Mask(here, here, window, ring.causal), settings, saved, g)
     sums = jnp.concatenate(sums, 2)
 
     def compute(dq, held, step):
         def some(queries, keys):
             (q, at, saved, g), (kv, key_at) = queries, keys
-            dq, *sums = part(q, *jnp.split(kv, 2, 2), at, key_at, window, steps.settings, saved, g)
+            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings, saved, g)
             return dq, jnp.concatenate(sums, 2)
 
         return steps.add(dq, some, (q, here, saved, g), (held, steps.positions(step)), step)
@@ -124,7 +139,8 @@ def _backward(layout, backend, settings, residuals, g):
         dq, mine, sums = jax.lax.optimization_barrier((dq, mine, sums))
         sums = steps.send(sums + mine)  # home
     dk, dv = jnp.split(sums, 2, 2)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    d_sinks = None if sinks is None else sinks_gradient(sinks, lse, saved[2])
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, d_sinks
 
 
 _attend.defvjp(_forward, _backward)
@@ -133,13 +149,15 @@ _attend.defvjp(_forward, _backward)
 class _Steps:
     """What a device computes in each step of the ring, and whose keys it then has. All arrays are [B, T, ...]."""
 
-    def __init__(self, layout: Layout, segments: jax.Array, q: jax.Array, settings: Settings):
-        self.layout, self.context, self.segments = layout, layout.context, segments
+    def __init__(self, ring: Ring, segments: jax.Array, q: jax.Array):
+        layout = ring.layout
+        self.layout, self.context, self.segments, self.causal = layout, layout.context, segments, ring.causal
         self.count, self.length = layout.context.ring, q.shape[1]
         self.own = index(layout, "sequence") // self.context.group
-        self.causal = settings.causal
-        # In steps after the first, causal order is a matter of whole chunks: keys are earlier, or are not looked at.
-        self.settings = dataclasses.replace(settings, causal=False)
+
+    def mask(self, queries: Positions, keys: Positions, window: jax.Array | int) -> Mask:
+        """Of a step after the first. Causal order is a matter of whole chunks then: keys are earlier, or are not looked at."""
+        return Mask(queries, keys, window, causal=False)
 
     def send(self, x: jax.Array) -> jax.Array:
         """To the next device of the ring; what comes is from the one before."""

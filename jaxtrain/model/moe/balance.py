@@ -83,8 +83,6 @@ def move_bias(params: Any, counts: jax.Array, finite: jax.Array, rate: float) ->
 
     Wang et al. 2024 (arXiv:2408.15664): balance without a loss. Once per optimizer step, not when a step is skipped.
     """
-    if "bias" not in params["blocks"]["mlp"]["router"]:
-        return params
     step = rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
     mlp = params["blocks"]["mlp"]
     router = mlp["router"] | {"bias": mlp["router"]["bias"] + jnp.where(finite, step, 0.0)}

@@ -12,6 +12,7 @@ that neither is kept or computed twice what that product gives, nor what brings 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,24 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.model.layers import Linear
-from jaxtrain.model.mlp import ACTIVATIONS, GATED
+from jaxtrain.model.mlp import GATED, Activation
 from jaxtrain.model.moe.dispatch import Blocks, Plan, Sizes, blocks_of, give_back, plan, round_of, rows_of, sizes, swap
 from jaxtrain.model.moe.router import Routes, capacity
 from jaxtrain.model.products import Product
+from jaxtrain.parallel.collectives import index
 from jaxtrain.parallel.parameters import Weight
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import named
 
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
-Settings = tuple[Sizes, str, Product]  # static: sizes, kind of MLP, product
+Settings = tuple[Sizes, Activation, Product]  # static
+Weights = list[tuple[Weight, Weight | None]]  # matrices [E, D, F] of gate, up and down, or of up and down; their biases
 
 
 class Experts(nnx.Module):
-    """Weights [E, D, F] for up, down and perhaps gate. `exchange`: factor and rounds of `exchange.sizes`."""
+    """Weights [E, D, F] for up, down and perhaps gate; biases with `model.mlp_bias`, that of `down` added on one device of
+    `tensor`, whose partial sums are summed later. `exchange`: factor and rounds of `exchange.sizes`.
+    """
 
     def __init__(
         self,
@@ -44,10 +49,14 @@ class Experts(nnx.Module):
         exchange: tuple[float, int],
     ):
         shape, dims = (model.num_experts, model.embed_dim, model.expert_mlp_dim), ("experts", "expert_embed", "mlp")
-        into = functools.partial(Linear, rngs, shape, dims, model.init_stddev, layout)
+        hidden, out = (
+            ((model.num_experts, size), ("experts", dim)) if model.mlp_bias else None
+            for size, dim in ((model.expert_mlp_dim, "mlp"), (model.embed_dim, "vector"))
+        )
+        into = functools.partial(Linear, rngs, shape, dims, model.init_stddev, layout, hidden)
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
-        self.down = Linear(rngs, shape, dims, out_stddev, layout)
+        self.down = Linear(rngs, shape, dims, out_stddev, layout, out, bias_split=True)
         self.model, self.layout, self.product, self.exchange = model, layout, product, exchange
 
     def __call__(self, x: jax.Array, routes: Routes, row_length: int) -> jax.Array:
@@ -57,22 +66,23 @@ class Experts(nnx.Module):
         tokens, k = rows * length, model.experts_per_token
         s = sizes(self.layout, tokens, k, model.num_experts, *self.exchange, largest)
         linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
-        weights = [linear.kernel.get_value() for linear in linears]
+        weights = [(linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()) for linear in linears]
+        settings = s, Activation(model.mlp, model.swiglu_limit), self.product
         with jax.named_scope("experts"):
             found = named("routes", plan, routes.experts.reshape(tokens, k), s)
-            y = _run((s, model.mlp, self.product), x.reshape(tokens, width), routes.weights.reshape(tokens, k), weights, found)
+            y = _run(settings, x.reshape(tokens, width), routes.weights.reshape(tokens, k), weights, found)
         return y.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: list[Weight], plan: Plan) -> jax.Array:
+def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: Weights, plan: Plan) -> jax.Array:
     """Tokens [N, D] with the weights of their choices [N, k] -> [N, D]."""
     return _forward(settings, x, gates, weights, plan)[0]
 
 
 def _forward(settings, x, gates, weights, plan):
     s = settings[0]
-    values = [w.value for w in weights]
+    values = _values(weights, s)
     turns = [round_of(plan, number, s) for number in range(s.rounds)]
     arrived = [_arrive(x, gates, plan.counts, number, r, s) for number, r in enumerate(turns)]
     kept = _in_turn(arrived, functools.partial(_hidden, settings, values))
@@ -95,9 +105,9 @@ def _forward(settings, x, gates, weights, plan):
 def _backward(settings, residuals, dy):
     x, gates, weights, plan, kept = residuals
     s = settings[0]
-    values = [w.value for w in weights]
+    values = _values(weights, s)
     turns = [round_of(plan, number, s) for number in range(s.rounds)]
-    grads, returned = [jnp.zeros(value.shape, jnp.float32) for value in values], []
+    grads, returned = jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), values), []
     # Where rows and hidden activations are computed again, rows travel first: gradients are sent when there are the latter.
     tied = [jax.lax.optimization_barrier((dy, one)) for one in kept]
     arrived_dy = [swap(rows_of(dy, r, s, of_token=True), s) for (dy, _), r in zip(tied, turns, strict=True)]
@@ -120,7 +130,23 @@ def _backward(settings, residuals, dy):
         start = s.rounds, dx, dgates, grads
         with jax.named_scope(OVERFLOW):
             _, dx, dgates, grads = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, more, start)
-    return dx.astype(x.dtype), dgates, [w.gradient(g) for w, g in zip(weights, grads, strict=True)], None
+    grads = jax.tree.map(lambda w, g: w.gradient(g), weights, _on_one_device(grads, s), is_leaf=_is_weight)
+    return dx.astype(x.dtype), dgates, grads, None
+
+
+def _values(weights: Weights, s: Sizes) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Matrices and biases as products take them."""
+    return _on_one_device(jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight), s)
+
+
+def _on_one_device(values, s):
+    """`values` with the bias of `down`, or its gradient, zero on all devices of `tensor` but the first."""
+    *into, (down, bias) = values
+    return values if bias is None else [*into, (down, jnp.where(index(s.layout, "tensor") == 0, bias, 0.0))]
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
 
 
 def _in_turn(arriving, work):
@@ -163,56 +189,68 @@ def _hidden(settings, weights, arrived) -> list[jax.Array]:
     def one(_, block):
         source, expert = block
         taken = _take(rows, source)
-        return None, [product("RD,DF->RF", taken, _of(w, expert), rows.dtype) for w in weights[:-1]]
+        hidden = [product("RD,DF->RF", taken, _of(w, expert), rows.dtype) for w, _ in weights[:-1]]
+        biases = [bias for _, bias in weights[:-1]]
+        if biases[0] is not None:
+            hidden = [(y.astype(jnp.float32) + _of(b, expert)).astype(y.dtype) for y, b in zip(hidden, biases, strict=True)]
+        return None, hidden
 
     return named("mlp_hidden", lambda: jax.lax.scan(one, None, (blocks.source, blocks.expert))[1])
 
 
 def _output(settings, weights, arrived, hidden) -> jax.Array:
     """What experts give for the rows of a round [devices * rows, D]."""
-    (rows, gates, blocks), (_, kind, product) = arrived, settings
+    (rows, gates, blocks), (_, activation, product), (down, bias) = arrived, settings, weights[-1]
 
     def one(y, block):
         source, expert, hidden = block
-        weighted = _activated(kind, hidden, _take(gates, source)).astype(rows.dtype)
-        return _put(y, source, product("RF,DF->RD", weighted, _of(weights[-1], expert), rows.dtype)), None
+        g = _take(gates, source)
+        out = product("RF,DF->RD", _activated(activation, hidden, g).astype(rows.dtype), _of(down, expert), rows.dtype)
+        if bias is not None:
+            out = (out.astype(jnp.float32) + g[:, None] * _of(bias, expert)).astype(rows.dtype)
+        return _put(y, source, out), None
 
     return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden))[0]
 
 
 def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
     """Of the rows of a round [devices * rows, D], of their choices' weights, and `grads` with those of its weights added."""
-    (_, kind, product), (rows, gates, blocks), (*into, down) = settings, arrived, weights
+    (_, activation, product), (rows, gates, blocks) = settings, arrived
+    *into, (down, down_bias) = weights
 
     def one(carry, block):
-        dx, dgates, (*grads_into, grad_down) = carry
+        dx, dgates, (*grads_into, (grad_down, grad_bias)) = carry
         source, expert, hidden = block
         taken, g, block_dy = _take(rows, source), _take(gates, source), _take(arrived_dy, source)
-        weighted, pull = jax.vjp(functools.partial(_activated, kind), hidden, g)
+        weighted, pull = jax.vjp(functools.partial(_activated, activation), hidden, g)
         weighted = weighted.astype(rows.dtype)
         d_weighted = product("RD,DF->RF", block_dy, _of(down, expert), jnp.float32, gradient=0)
         d_hidden, dg = pull(d_weighted)
         grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, gradient=1))
+        if down_bias is not None:
+            block_dy = block_dy.astype(jnp.float32)
+            grad_bias = _add(grad_bias, expert, g @ block_dy)
+            dg = dg + block_dy @ _of(down_bias, expert)
         grads_into = [
-            _add(grad, expert, product("RD,RF->DF", taken, d, jnp.float32, gradient=1))
-            for grad, d in zip(grads_into, d_hidden, strict=True)
+            (
+                _add(grad, expert, product("RD,RF->DF", taken, d, jnp.float32, gradient=1)),
+                None if bias is None else _add(bias, expert, d.astype(jnp.float32).sum(0)),
+            )
+            for (grad, bias), d in zip(grads_into, d_hidden, strict=True)
         ]
         products = [
-            product("RF,DF->RD", d, _of(w, expert), jnp.float32, gradient=0) for d, w in zip(d_hidden, into, strict=True)
+            product("RF,DF->RD", d, _of(w, expert), jnp.float32, gradient=0) for d, (w, _) in zip(d_hidden, into, strict=True)
         ]
-        return (_put(dx, source, sum(products).astype(dx.dtype)), _put(dgates, source, dg), [*grads_into, grad_down]), None
+        grads = [*grads_into, (grad_down, grad_bias)]
+        return (_put(dx, source, sum(products).astype(dx.dtype)), _put(dgates, source, dg), grads), None
 
     start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
     return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden))[0]
 
 
-def _activated(kind: str, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
+def _activated(activation: Activation, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
     """The input of the down product, in float32: hidden [R, F] of gate and up, or up alone, times the rows' weights [R]."""
-    act = ACTIVATIONS[kind]
-    found = act(hidden[0].astype(jnp.float32))
-    if kind in GATED:
-        found = found * hidden[1].astype(jnp.float32)
-    return found * gates[:, None]
+    return activation([x.astype(jnp.float32) for x in hidden]) * gates[:, None]
 
 
 def _of(weights: jax.Array, expert: jax.Array) -> jax.Array:

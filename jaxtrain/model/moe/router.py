@@ -53,6 +53,8 @@ class Router(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         shape, dims = (model.embed_dim, model.num_experts), ("embed", "routes")
         self.kernel = weight(rngs, shape, dims, model.init_stddev, layout.sequence_parallel, dtype="float32")
+        split = layout.sequence_parallel
+        self.logit_bias = vector((model.num_experts,), ("routes",), 0.0, split) if model.router_logit_bias else None
         self.bias = vector((model.num_experts,), ("routes",), 0.0, counted=False) if model.router_bias else None
         self.model, self.layout = model, layout
 
@@ -66,6 +68,8 @@ class Router(nnx.Module):
         valid = own_positions(layout, segments, 1) > 0 if split else segments > 0
         with jax.named_scope("router"):
             logits = jnp.einsum("BtD,DE->BtE", x.astype(jnp.float32), read(self.kernel), precision=jax.lax.Precision.HIGHEST)
+            if self.logit_bias is not None:
+                logits = logits + read(self.logit_bias)
             experts, weights, probabilities = choose(logits, None if self.bias is None else read(self.bias), model)
             chosen = jnp.sum(jax.nn.one_hot(jnp.where(valid[..., None], experts, -1), model.num_experts), 2)  # [B, t, E]
             mask = valid.astype(jnp.float32)

@@ -19,10 +19,12 @@ import ml_collections
 
 from jaxtrain.model import inventory
 from jaxtrain.model.inventory import Inventory
+from jaxtrain.model.mlp import GATED
 from jaxtrain.model.moe.balance import needs_counts as counts_first
 from jaxtrain.model.moe.dispatch import sizes
 from jaxtrain.model.moe.router import capacity
 from jaxtrain.parallel.axes import AXES, mesh_sizes
+from jaxtrain.parallel.parameters import subset
 from jaxtrain.parallel.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.remat.activations import KEPT
@@ -109,7 +111,7 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     activations = activation_bytes(config, layout)
     rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
     accumulates = config.train.accumulation_steps > 1
-    rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer")
+    rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer", trained=True)
     if config.sharding.zero_stage in (1, 2) and layout.size(*STATE_AXES) > 1:  # gathered once a step and kept
         rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
     else:
@@ -135,7 +137,7 @@ def _optimizer_state(config, layout, shapes) -> dict[str, int]:
 @functools.lru_cache(maxsize=16)
 def _optimizer_arrays(parameters: Inventory, settings: str) -> list[tuple[str, tuple[int, ...], int, Dims]]:
     """(row, shape, bytes per element, names of dimensions) of each array of the real optimizer's state."""
-    abstract, names = parameters.tree("abstract"), parameters.tree("dims")
+    abstract, names = (subset(parameters.tree(key), parameters.tree("trainable")) for key in ("abstract", "dims"))
     config = ml_collections.ConfigDict({"optimizer": json.loads(settings)})
     optimizer = optimizers.make(config, names)
     found: list = []
@@ -230,7 +232,7 @@ class _Shapes:
 
     def __init__(self, config: ml_collections.ConfigDict, layout: Layout):
         m, self.layout = config.model, layout
-        self.inventory = inventory.of_model(m)
+        self.inventory = inventory.of_model(m, config.train.frozen)
         self.parameters = self.inventory.parameters
         self.word = 2 if config.precision.compute_dtype == "bfloat16" else 4
         tensor = layout.size("tensor")
@@ -248,9 +250,13 @@ class _Shapes:
             limit = self.rows * capacity(m, config.data.seq_len_tokens) if m.capacity_factor else None
             self.exchange = sizes(layout, tokens, k, m.num_experts, *exchange, limit)
 
-    def elements(self, placement: str, matrices: bool = False) -> int:
-        """Elements of all weights on one device; `matrices`: without scales and biases."""
-        return sum(self.size(p.shape, p.dims, placement) for p in self.parameters if p.matrix or not matrices)
+    def elements(self, placement: str, matrices: bool = False, trained: bool = False) -> int:
+        """Elements of all weights on one device; `matrices`: without scales and biases; `trained`: without frozen ones."""
+        return sum(
+            self.size(p.shape, p.dims, placement)
+            for p in self.parameters
+            if (p.matrix or not matrices) and (p.trainable or not trained)
+        )
 
     def block_elements(self, placement: str) -> int:
         """Elements of the matrices of one block."""
@@ -299,12 +305,12 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         if split and (head or not travels):
             gathers = 1 if stage < 3 else count if head else (2 + counts_first(config)) * count
             add(state, "weights", shapes.word * whole, gathers)
-            add(state, "gradients", reduce_word * whole, count if stage >= 2 else 1)
-        elif not split and sharers > 1:
+            add(state, "gradients", reduce_word * whole, p.trainable * (count if stage >= 2 else 1))
+        elif not split and sharers > 1 and p.trainable:
             add(state, "gradients", reduce_word * whole, 2)
         part = shapes.size(shape, dims, "optimizer")
         for axis in TOKEN_AXES:
-            if axis not in zero and not (axis == "expert" and "experts" in dims):
+            if p.trainable and axis not in zero and not (axis == "expert" and "experts" in dims):
                 add(axis, "gradients", reduce_word * part, 2)
     full = config.memory.remat == "full"
     if m.num_experts:  # rows and their weights there, what the experts gave back; in the backward gradients likewise
@@ -360,4 +366,4 @@ def _context_traffic(config, layout, shapes) -> dict[str, float]:
 
 
 def _gated(m: Any) -> bool:
-    return m.mlp in ("swiglu", "geglu")
+    return m.mlp in GATED

@@ -19,6 +19,7 @@ from jaxtrain.config.validate import problems
 from jaxtrain.hardware import flops
 from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
+from jaxtrain.model.mlp import GATED
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.plan import compile
 from jaxtrain.plan.predict import closed_form, roofline
@@ -115,7 +116,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     """
     m, tokens = config.model, config.data.global_batch_rows * config.data.seq_len_tokens
     attention = flops.attention_flops(m, tokens, config.data.seq_len_tokens)
-    products = flops.step_flops(inventory.of_model(m), tokens, config.data.seq_len_tokens) - attention
+    products = flops.step_flops(inventory.of_model(m, config.train.frozen), tokens, config.data.seq_len_tokens) - attention
     parameters, share = recomputed(config)
     peak = topology.gpu.bf16_flops * topology.size
     compute = (products + 2 * parameters * tokens) / (RATES.product * peak)
@@ -146,7 +147,7 @@ def recomputed(config: ml_collections.ConfigDict) -> tuple[float, float]:
     width = (m.experts_per_token + m.num_shared_experts) * m.expert_mlp_dim if m.num_experts else m.mlp_dim
     matrices = {
         "qkv": m.embed_dim * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
-        "mlp_hidden": m.embed_dim * width * (2 if m.mlp in ("swiglu", "geglu") else 1),
+        "mlp_hidden": m.embed_dim * width * (2 if m.mlp in GATED else 1),
     }
     elements = sum(size for name, size in matrices.items() if name not in kept)
     if not kept:  # for the residual stream between attention and MLP, which is kept else
