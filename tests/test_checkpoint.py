@@ -324,6 +324,9 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
         with pytest.raises(UserError, match="no checkpoint of step 2 in .*; there are: 1, 3"):
             checkpointer.look(abstract(make_state()), Wanted(step=2))
     assert restore_params(run_of_three, abstract(make_state().params), step=1)[2] == 1
+    shutil.rmtree(root / "1")  # rotated away: the command that has gone on from it can be given again all the same
+    with Checkpointer(run_of_three, 1) as checkpointer:
+        assert checkpointer.look(abstract(make_state()), again)[0] == 3
 
 
 def test_newest_tells_of_misfits_without_reading_array_data(run_of_three):
