@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     _print_layout(console, config, small, args.devices)
     wanted = check.measure(check.plain(small))
     log.info("one device is measured (%.0f s), now the layout", time.monotonic() - began)
-    rows = check.judge(check.measure(small, wanted.start), wanted)
+    rows = check.judge(check.measure(small, wanted.start), wanted, check.tolerances(small))
     _print_rows(console, rows)
     took = f"{time.monotonic() - began:.0f} s"
     if wrong := check.differing(rows):
@@ -74,6 +74,9 @@ def _print_layout(console, config, small, max_devices) -> None:
         f"remat {small.memory.remat}",
         f"accumulation {small.train.accumulation_steps}",
     ]
+    if small.precision.products == "fp8":
+        within = check.tolerances(small)
+        kept.append(f"fp8 products (loss within {within.loss:g}, gradients within {within.gradient:g})")
     if small.mesh.tensor > 1:
         kept.append(f"{'with' if small.sharding.sequence_parallel else 'without'} sequence parallelism")
     heads = f"{small.model.num_heads} heads and {small.model.num_kv_heads} key/value heads"

@@ -22,7 +22,7 @@ from jaxtrain.model.layers import Linear
 from jaxtrain.model.mlp import ACTIVATIONS, GATED
 from jaxtrain.model.moe.dispatch import Blocks, Plan, Sizes, blocks_of, give_back, plan, round_of, rows_of, sizes, swap
 from jaxtrain.model.moe.router import Routes, capacity
-from jaxtrain.model.products import Product
+from jaxtrain.model.products import Product, peaks
 from jaxtrain.parallel.parameters import Weight
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import named
@@ -170,29 +170,40 @@ def _hidden(settings, weights, arrived) -> list[jax.Array]:
 
 def _output(settings, weights, arrived, hidden) -> jax.Array:
     """What experts give for the rows of a round [devices * rows, D]."""
-    (rows, gates, blocks), (_, kind, product) = arrived, settings
+    (rows, gates, blocks), (_, kind, product), down = arrived, settings, weights[-1]
+    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
     def one(y, block):
-        source, expert, hidden = block
+        source, expert, hidden, peak = block
         weighted = _activated(kind, hidden, _take(gates, source)).astype(rows.dtype)
-        return _put(y, source, product("RF,DF->RD", weighted, _of(weights[-1], expert), rows.dtype)), None
+        own = peak, _of(down_peak, expert)
+        return _put(y, source, product("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=own)), None
 
-    return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden))[0]
+    return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
+
+
+def _peaks(settings, down, arrived, hidden):
+    """`products.peaks` of the down product: of its inputs [blocks, block, 1], and of its weights [E, D, 1]."""
+    (rows, gates, blocks), (s, kind, product) = arrived, settings
+    weighted = _activated(kind, hidden, _take(gates, blocks.source)).astype(rows.dtype)
+    return peaks(product, s.layout, (weighted, 2), (down, 2))
 
 
 def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
     """Of the rows of a round [devices * rows, D], of their choices' weights, and `grads` with those of its weights added."""
     (_, kind, product), (rows, gates, blocks), (*into, down) = settings, arrived, weights
+    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
     def one(carry, block):
         dx, dgates, (*grads_into, grad_down) = carry
-        source, expert, hidden = block
+        source, expert, hidden, peak = block
         taken, g, block_dy = _take(rows, source), _take(gates, source), _take(arrived_dy, source)
         weighted, pull = jax.vjp(functools.partial(_activated, kind), hidden, g)
         weighted = weighted.astype(rows.dtype)
-        d_weighted = product("RD,DF->RF", block_dy, _of(down, expert), jnp.float32, gradient=0)
+        of_down = _of(down, expert), jnp.float32, 0, (None, _of(down_peak, expert))
+        d_weighted = product("RD,DF->RF", block_dy, *of_down)
         d_hidden, dg = pull(d_weighted)
-        grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, gradient=1))
+        grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, 1, (peak, None)))
         grads_into = [
             _add(grad, expert, product("RD,RF->DF", taken, d, jnp.float32, gradient=1))
             for grad, d in zip(grads_into, d_hidden, strict=True)
@@ -203,20 +214,20 @@ def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
         return (_put(dx, source, sum(products).astype(dx.dtype)), _put(dgates, source, dg), [*grads_into, grad_down]), None
 
     start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
-    return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden))[0]
+    return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
 
 
 def _activated(kind: str, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
-    """The input of the down product, in float32: hidden [R, F] of gate and up, or up alone, times the rows' weights [R]."""
+    """The input of the down product, in float32: hidden [..., F] of gate and up, or up alone, times the rows' weights [...]."""
     act = ACTIVATIONS[kind]
     found = act(hidden[0].astype(jnp.float32))
     if kind in GATED:
         found = found * hidden[1].astype(jnp.float32)
-    return found * gates[:, None]
+    return found * gates[..., None]
 
 
-def _of(weights: jax.Array, expert: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
+def _of(weights: jax.Array | None, expert: jax.Array) -> jax.Array | None:
+    return None if weights is None else jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
 
 
 def _add(sums: jax.Array, expert: jax.Array, gradient: jax.Array) -> jax.Array:
