@@ -3,8 +3,8 @@
     python -m jaxtrain.main --config=configs/hf.py:FOLDER --workdir=runs/mine --config.checkpoint.init_from=FOLDER
     python -m jaxtrain.plan --config=configs/hf.py:FOLDER --topology=h200:1x8
 
-The second needs config.json alone. What the model cannot honour is refused by name. Everything else is for fully sharded
-training on the devices there are; set it as for any other model.
+The second needs config.json alone. The folder's tokenizer, if it has one, is that of the data. What the model cannot honour
+is refused by name. Everything else is for fully sharded training on the devices there are; set it as for any other model.
 """
 
 from __future__ import annotations
@@ -27,5 +27,6 @@ def get_config(arg=None):
         learning_rate=1e-5,
         warmup_steps=20,
     )
+    config.data.update(config_json.data_settings(arg))
     config.data.seq_len_tokens = min(4096, config.model.max_len_tokens)
     return config

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pathlib
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 
 import ml_collections
 
 from jaxtrain import config as configs
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, values
 from jaxtrain.config.validate import problems
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Stopped, UserError
+from jaxtrain.runtime import control
 
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
@@ -25,14 +29,29 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def load_config(
-    arguments: Sequence[str], parser: argparse.ArgumentParser
+    arguments: Sequence[str], parser: argparse.ArgumentParser, required: bool = True
 ) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
-    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags.
+    """Parses a command's own flags, --config and its overrides; returns the checked config and the other flags. Without
+    --config, where it is not `required`, the config is the default tree.
 
     Raises ConfigError with all problems at once, before jax is imported.
     """
-    parser.add_argument("--config", required=True, help="configuration file; FILE:ARG calls get_config('ARG')")
+    parser.add_argument("--config", required=required, help="configuration file; FILE:ARG calls get_config('ARG')")
     args, rest = parser.parse_known_args(arguments)
+    overrides, unknown = split_overrides(rest)
+    if args.config == "":
+        unknown.insert(0, "--config=: is empty; name a configuration file")
+    try:
+        config = configs.load(args.config or "", overrides, problems)
+    except ConfigError as error:
+        raise ConfigError(unknown + error.problems) from None
+    if unknown:
+        raise ConfigError(unknown)
+    return config, args
+
+
+def split_overrides(rest: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Of arguments that a parser did not know: settings with the text of their values, and problems with the others."""
     overrides, unknown, position = [], [], 0
     while position < len(rest):
         key, equals, value = rest[position].partition("=")
@@ -46,25 +65,97 @@ def load_config(
         else:
             unknown.append(f"{key}: no value; write {key}=VALUE")
         position += 1
+    return overrides, unknown
+
+
+def require_ranges(*flags: tuple[str, float, float, float | None]) -> None:
+    """Raises ConfigError for flags out of range.
+
+    Args:
+      flags: name, value, lowest and highest value of each; None: the highest that is finite and, for an int, has 32 bits.
+    """
+    wrong = []
+    for name, value, low, high in flags:
+        most = (values.LARGEST_INT if isinstance(value, int) else sys.float_info.max) if high is None else high
+        if not low <= value <= most:
+            also = f" and at most {most}" if value > low else ""
+            wrong.append(f"{name}: must be at least {low}{also}, got {values.shown(value)}")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def folder(flag: str, text: str | os.PathLike) -> pathlib.Path:
+    """The path of a folder that a flag names, with ~ expanded; it need not exist. Raises ConfigError where it cannot be one."""
+    text, problem = os.fspath(text), ""
+    path = pathlib.Path(text)
+    if not text.strip() or "\0" in text:
+        problem = "contains a NUL character" if text.strip() else "is empty"
+    else:
+        try:
+            path = path.expanduser()
+            there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+            if not there.is_dir():
+                problem = f"{there} is not a folder"
+            else:
+                path.absolute().stat()
+        except (FileNotFoundError, PermissionError):
+            pass  # it will be made, or the attempt will say more
+        except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, half a character
+            problem = str(getattr(error, "strerror", "") or error)
+    if problem:
+        raise ConfigError([f"{flag}={text[:200]}: {problem.rstrip('.')}; name a folder"])
+    return path
+
+
+def writable(flag: str, text: str) -> pathlib.Path:
+    """The path of a file that a flag names, checked before the work whose result goes there; ~ is expanded.
+
+    Raises ConfigError where it cannot be a file, UserError where it cannot be written.
+    """
+    path = pathlib.Path(text)
+    if not path.name:
+        raise ConfigError([f"{flag}={text}: name a file"])
+    path = folder(flag, path.parent) / path.name
     try:
-        config = configs.load(args.config, overrides, problems)
-    except ConfigError as error:
-        raise ConfigError(unknown + error.problems) from None
-    if unknown:
-        raise ConfigError(unknown)
-    return config, args
+        made = not path.exists()
+        path.open("ab").close()
+        if made:
+            path.unlink()
+    except IsADirectoryError:
+        raise ConfigError([f"{flag}={text}: is a folder; name a file"]) from None
+    except OSError as error:
+        raise UserError(f"{flag}={text}: cannot be written: {error.strerror or error}") from error
+    return path
 
 
-def command(function, arguments: Sequence[str] | None = None) -> None:
-    """Runs a command's function; a user's errors become one message and an exit code (2: configuration, 1: other)."""
+def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None) -> None:
+    """Runs a command's function; a user's errors become one message and an exit code (2: configuration, 1: other).
+
+    In a run of several processes the others learn of the error, and this one ends without waiting for them.
+    """
+    code, text = 0, ""
     try:
         function(sys.argv[1:] if arguments is None else arguments)
+        control.close()
     except ConfigError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        code, text = 2, str(error)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+        code, text = 1, f"error: {error}"
+    except Stopped as stopped:
+        code, text = stopped.code, str(stopped)
+        control.close()
     except KeyboardInterrupt:
-        print("stopped by the user; the same command continues from the newest checkpoint", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+        code, text = 130, "stopped by the user"
+    except Exception as error:
+        if not control.current:
+            raise
+        control.await_verdict(error)
+        code, text = 1, "".join(traceback.format_exception(error))
+        control.fail(f"{type(error).__name__}: {error}")
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    if control.current:
+        control.fail(text.removeprefix("error: "))
+        control.end(code)
+    if code or text:
+        raise SystemExit(code)

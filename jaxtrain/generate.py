@@ -1,183 +1,183 @@
-"""Samples from a checkpoint: `python -m jaxtrain.generate --workdir=DIR --prompt="def "`."""
+"""Text from a run or a Hugging Face folder: `python -m jaxtrain.generate --workdir=DIR --prompt="def "`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
+import logging
+import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxtrain import config as configs
-from jaxtrain.checkpoint.manager import restore_params
-from jaxtrain.command_line import command
+from jaxtrain.command_line import command, folder, require_ranges, split_overrides, writable
 from jaxtrain.config import ConfigError
-from jaxtrain.data.tokenizers import get_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.model.attention.block import Cache
-from jaxtrain.model.decoder import empty_cache
-from jaxtrain.observe.progress import setup_logging
-from jaxtrain.parallel import mesh
-from jaxtrain.parallel.parameters import Stored
-from jaxtrain.parallel.sharding import per_device
-from jaxtrain.runtime import startup
-from jaxtrain.train.program import LAYER_ORDER, Program, build_program
+
+if TYPE_CHECKING:
+    from jaxtrain.data.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
-def sample(
-    program: Program,
-    params: Any,
-    prompt: np.ndarray,
-    num_tokens: int,
-    key: jax.Array,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> np.ndarray:
-    """Continues prompts of equal length, one token at a time, with a key/value cache.
+def generate(
+    workdir: str | os.PathLike,
+    prompts: Sequence[Any],
+    num_samples: int = 1,
+    *,
+    seed: int = 0,
+    step: int | None = None,
+    overrides: Sequence[tuple[str, Any]] = (),
+    stop: Sequence[str] = (),
+    **sampling: Any,
+) -> list[str]:
+    """Continuations of prompts.
 
     Args:
-      prompt: [B, P] int32, P >= 1.
-      num_tokens: how many to add; P + num_tokens must not exceed model.max_len_tokens (ValueError).
-      temperature: 0 takes the likeliest token. top_k: 0 is all; top_p: smallest set of tokens with that probability.
-
-    Returns: [B, num_tokens] int32. Padding of the vocabulary is never sampled.
+      workdir: the folder of a run, which may be a stranger's: no path in its config.json is followed; or a Hugging Face folder.
+      prompts: each a text, or a conversation as a list of {"role": ..., "content": ...}, put through the chat template.
+      num_samples: continuations of each prompt; they follow each other.
+      step: which checkpoint of a run; None: the newest whole one.
+      overrides: settings by dotted name; mesh.tensor is the number of devices.
+      stop: text at whose first occurrence a continuation ends, which is left out.
+      sampling: fields of `jaxtrain.train.sampling.Sampling`.
     """
-    total = prompt.shape[1] + num_tokens
-    if program.layout.sequence_parallel or program.layout.mesh.size != program.layout.size("tensor"):
-        raise ValueError("sampling needs a mesh of `tensor` alone, without sharding.sequence_parallel")
-    if total > program.model.max_len_tokens:
-        raise ValueError(f"{total} tokens exceed model.max_len_tokens={program.model.max_len_tokens}")
-    options = (num_tokens, temperature, top_k, top_p)
-    return np.asarray(_sample(program, options, params, jnp.asarray(prompt), key))
+    import jax
+    import numpy as np
+
+    from jaxtrain.data.tokenizers import get_tokenizer
+    from jaxtrain.train import weights
+    from jaxtrain.train.sampling import Sampling, sample
+
+    how = Sampling(**sampling)
+    require_ranges(
+        ("--max-tokens", how.max_tokens, 1, None),
+        ("--temperature", how.temperature, 0.0, None),
+        ("--top-k", how.top_k, 0, None),
+        ("--top-p", how.top_p, 1e-6, 1.0),
+        ("--min-p", how.min_p, 0.0, 1.0),
+        ("--num-samples", num_samples, 1, None),
+        ("--seed", seed, 0, 2**32 - 1),
+        ("--step", step or 0, 0, None),
+    )
+    path = folder("--workdir", workdir)
+    base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
+    config = weights.config_of(path, base, overrides, text=True)
+    tokenizer = get_tokenizer(config.data)
+    rows = [ids for prompt in prompts for ids in [_ids(prompt, tokenizer, config.data)] * num_samples]
+    limit, longest = config.model.max_len_tokens, max(map(len, rows))
+    if longest + how.max_tokens > limit:
+        wanted = f"{longest} of the prompt + {how.max_tokens}"
+        raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
+    model = weights.open_model(path, base, overrides, step, text=True)
+    ends = {tokenizer.eos_id, *weights.end_ids(path)}
+
+    def text_of(row: np.ndarray) -> tuple[str, bool]:
+        """A continuation, and whether it has ended."""
+        last = next((place for place, id in enumerate(row) if int(id) in ends), None)
+        text = tokenizer.decode(row[:last])
+        cut = min((place for mark in stop if mark and (place := text.find(mark)) >= 0), default=None)
+        return text[:cut], last is not None or cut is not None
+
+    drawn = sample(
+        model.program, model.params, rows, jax.random.key(seed), how, lambda tokens: all(text_of(r)[1] for r in tokens)
+    )
+    speed = f", {drawn.tokens_per_s:,.1f} tokens/s" if drawn.tokens_per_s else ""
+    log.info("%d tokens of prompts, %d drawn in %d rows%s", sum(map(len, rows)), drawn.tokens.size, len(rows), speed)
+    return [text_of(row)[0] for row in drawn.tokens]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sample(program, options, params, prompt, key):
-    """Prompt, then token by token; the model runs per device, each with its heads' part of the cache."""
-    num_tokens, temperature, top_k, top_p = options
-    model, layout, (batch, length) = program.model, program.layout, prompt.shape
-    parts = ("layers", "batch", "key_length", "heads", "head_dim")
-    cache_dims = ("activation", Cache(parts, parts, parts[:3]))
-    weights, tokens, logits = ("storage", program.dims), ("activation", ("batch", None)), ("activation", ("batch", "vocab"))
+def _ids(prompt: Any, tokenizer: Tokenizer, data: Any) -> list[int]:
+    if isinstance(prompt, str):
+        ids = list(map(int, tokenizer.encode_batch([prompt])[0]))
+        if data.add_bos or not ids:
+            ids = [tokenizer.bos_id if data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
+        return ids
+    from jaxtrain.data.chat import Unfit
+    from jaxtrain.data.encoding import chat_template
 
-    def advance(weights, tokens, start, cache):
-        decoder = program.merge(jax.tree.map(Stored, weights))
-        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-        x, head, cache, *_ = decoder.hidden(tokens, jnp.ones_like(tokens), positions, cache=cache, start=start)
-        return decoder.logits(x[:, -1:], head)[:, 0], cache
-
-    def prefill(weights, tokens):
-        return advance(weights, tokens, 0, empty_cache(model, layout, batch, length + num_tokens, program.dtype))
-
-    first_logits, cache = per_device(layout, prefill, [weights, tokens], [logits, cache_dims])(params, prompt)
-    following = per_device(layout, advance, [weights, tokens, None, cache_dims], [logits, cache_dims])
-
-    def choose(logits, step):
-        return pick(logits[:, : model.vocab_size], jax.random.fold_in(key, step), temperature, top_k, top_p)
-
-    def decode(carry, step):
-        token, cache = carry
-        logits, cache = following(params, token[:, None], length + step, cache)
-        token = choose(logits, step + 1)
-        return (token, cache), token
-
-    first = choose(first_logits, 0)
-    _, rest = jax.lax.scan(decode, (first, cache), jnp.arange(num_tokens - 1))
-    return jnp.concatenate([first[:, None], rest.T], axis=1)
+    try:
+        pieces = chat_template(data, tokenizer).prompt(prompt)
+    except Unfit as error:
+        raise UserError(f"the prompt {json.dumps(prompt)[:200]}: {error}") from error
+    return [int(id) for ids in tokenizer.encode_batch(pieces, special=True) for id in ids]
 
 
-def pick(logits: jax.Array, key: jax.Array, temperature: float, top_k: int, top_p: float) -> jax.Array:
-    """One token id [B] int32 per row of float32 logits [B, V]: top-k, then nucleus (Holtzman et al. 2020), then draw."""
-    if temperature == 0.0:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / temperature
-    if top_k:
-        kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < kept, -jnp.inf, logits)
-    if top_p < 1.0:
-        ordered = jnp.sort(logits, -1)[:, ::-1]
-        probabilities = jax.nn.softmax(ordered, -1)
-        inside = jnp.cumsum(probabilities, -1) - probabilities < top_p  # the likeliest token always is
-        floor = jnp.min(jnp.where(inside, ordered, jnp.inf), -1, keepdims=True)
-        logits = jnp.where(logits < floor, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, -1).astype(jnp.int32)
+def read_prompts(path: str) -> list[Any]:
+    """Prompts of a file: of .jsonl the "prompt" or the "messages" of each line, else each line as it is.
 
-
-def load(workdir: pathlib.Path, tensor: int, step: int | None) -> tuple[Program, Any, int]:
-    """The program and weights of a run's checkpoint (default: newest whole one) on `tensor` devices of this process."""
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise UserError(f"--workdir={workdir}: no config.json there; give the folder of a training run")
-    config = configs.read(path).copy_and_resolve_references()
-    config.unlock()
-    config.mesh.update(pipeline=1, data=1, fsdp=1, expert=1, sequence=1, tensor=tensor)
-    config.sharding.sequence_parallel = False  # one position at a time cannot be split
-    config.train.accumulation_steps = 1
-    config.memory.offload = ()  # there is no training state beside the weights
-    config.runtime.update(fake_devices=tensor if tensor > 1 and config.runtime.fake_devices else 0)
-    config.runtime.update(num_processes=0, process_id=-1, coordinator_address="")
-    startup.initialize(config)
-    if tensor > jax.local_device_count():
-        raise UserError(f"--tensor={tensor}: there are {jax.local_device_count()} devices")
-    program = build_program(config, mesh.build(config, jax.local_devices()[:tensor]))
-    params, facts, step = restore_params(workdir, program.abstract_state.params, step)
-    return program, program.in_own_order(params, facts.get(LAYER_ORDER)), step
+    Raises UserError for a file that cannot be read or has none.
+    """
+    try:
+        lines = [line for line in pathlib.Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts={path}: cannot be read: {error}") from error
+    found: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        if not path.endswith(".jsonl"):
+            found.append(line.removesuffix("\r"))
+            continue
+        try:
+            record = json.loads(line)
+            prompt = record["messages"] if "messages" in record else record["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--prompts={path}: line {number} has neither a prompt nor messages: {error!r}") from error
+        if not isinstance(prompt, str | list):
+            raise UserError(f"--prompts={path}: line {number}: a {type(prompt).__name__} is no prompt")
+        found.append(prompt)
+    if not found:
+        raise UserError(f"--prompts={path}: holds no prompt")
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
     """The sampling command."""
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", required=True, help="folder of a training run")
+    parser.add_argument("--workdir", "--hf", required=True, help="folder of a training run, or a Hugging Face folder")
     parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument(
+        "--prompts", default="", help='file of prompts, a line each, or .jsonl of "prompt" or "messages"; one batch'
+    )
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says; put through the chat template")
+    parser.add_argument("--system", default="", help="with --chat: what the system says before")
+    parser.add_argument("--stop", action="append", default=[], help="text at which a continuation ends; may be given again")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens to add (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability")
-    parser.add_argument("--num-samples", type=int, default=1, help="continuations to draw (default 1)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="draw from tokens of this share of the likeliest one's")
+    parser.add_argument("--num-samples", type=int, default=1, help="continuations to draw of each prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the model over (default 1)")
-    args = parser.parse_args(arguments)
-    limits = (
-        ("--max-tokens", args.max_tokens, 1, None),
-        ("--temperature", args.temperature, 0.0, None),
-        ("--top-k", args.top_k, 0, None),
-        ("--top-p", args.top_p, 1e-6, 1.0),
-        ("--num-samples", args.num_samples, 1, None),
-        ("--tensor", args.tensor, 1, None),
-    )
-    wrong = [
-        f"{name}: must be at least {low}{f' and at most {high}' if high else ''}, got {value}"
-        for name, value, low, high in limits
-        if not low <= value <= (high or float("inf"))
-    ]
-    if wrong:
-        raise ConfigError(wrong)
+    parser.add_argument("--tokenizer", default="", help="as data.tokenizer; needed where the run's is a file")
+    parser.add_argument("--output", default="", help="write prompts and continuations to this file, as JSON lines")
+    args, rest = parser.parse_known_args(arguments)
+    overrides, problems = split_overrides(rest)
+    if args.prompt and args.prompts:
+        problems.append("--prompts: give it or --prompt, not both")
+    if args.system and not args.chat:
+        problems.append("--system: means nothing without --chat")
+    if problems:
+        raise ConfigError(problems)
+    output = writable("--output", args.output) if args.output else None
+    prompts = read_prompts(args.prompts) if args.prompts else [args.prompt]
+    if args.chat:
+        before = [{"role": "system", "content": args.system}] if args.system else []
+        prompts = [[*before, {"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    from jaxtrain.observe.progress import setup_logging
+
     setup_logging()
-    program, params, _ = load(pathlib.Path(args.workdir), args.tensor, args.step)
-    _print_samples(program, params, args)
-
-
-def _print_samples(program: Program, params: Any, args: argparse.Namespace) -> None:
-    tokenizer = get_tokenizer(program.config.data)
-    ids = list(tokenizer.encode_batch([args.prompt])[0])
-    if program.config.data.add_bos or not ids:
-        ids = [tokenizer.bos_id if program.config.data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
-    limit = program.model.max_len_tokens
-    if len(ids) + args.max_tokens > limit:
-        raise ConfigError([f"--max-tokens: {len(ids)} of the prompt + {args.max_tokens} exceed model.max_len_tokens={limit}"])
-    prompt = np.tile(np.asarray(ids, np.int32), (args.num_samples, 1))
-    key = jax.random.key(args.seed)
-    samples = sample(program, params, prompt, args.max_tokens, key, args.temperature, args.top_k, args.top_p)
-    for number, row in enumerate(samples):
-        ends = np.flatnonzero(row == tokenizer.eos_id)
-        text = tokenizer.decode(row[: ends[0]] if len(ends) else row)
-        print(f"{'' if number == 0 else chr(10)}{args.prompt}{text}")
+    overrides = [("mesh.tensor", args.tensor), *([("data.tokenizer", args.tokenizer)] if args.tokenizer else []), *overrides]
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "stop")
+    texts = generate(args.workdir, prompts, args.num_samples, overrides=overrides, **{n: getattr(args, n) for n in names})
+    prompts = [prompt for prompt in prompts for _ in range(args.num_samples)]
+    if output:
+        pairs = [json.dumps({"prompt": p, "text": text}, ensure_ascii=False) for p, text in zip(prompts, texts, strict=True)]
+        output.write_text("\n".join(pairs) + "\n", encoding="utf-8")
+        log.info("Wrote %s", output)
+        return
+    print("\n\n".join((prompt if isinstance(prompt, str) else "") + text for prompt, text in zip(prompts, texts, strict=True)))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from jaxtrain import api
 from jaxtrain import config as configs
 from jaxtrain.command_line import command, load_config
+from jaxtrain.runtime import stop
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -23,10 +25,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--workdir", required=True, help="folder for checkpoints, metrics and the resolved config")
     config, args = load_config(arguments, parser)
-    from jaxtrain.train.loop import run  # late: imports jax, and a refused config must not wait for it
-
-    run(config, args.workdir)
+    api.train(config, args.workdir)
 
 
 if __name__ == "__main__":
+    stop.install()
     command(main)

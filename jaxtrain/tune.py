@@ -7,30 +7,28 @@ does not fit is never proposed. The best is written as a config file.
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxtrain.command_line import command, load_config, parser_of
+from jaxtrain.command_line import command, folder, load_config, parser_of, require_ranges, writable
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from jaxtrain.plan.search import Result
+    from jaxtrain.plan.search.search import Result
+    from jaxtrain.plan.show.content import Table
 
 # Settings of a layout as the table shows them; those not in ALWAYS where they differ.
 COLUMNS = {
-    "mesh.data": "data",
-    "mesh.fsdp": "fsdp",
-    "mesh.sequence": "sequence",
-    "mesh.tensor": "tensor",
-    "sharding.zero_stage": "stage",
+    "mesh.data": ">data",
+    "mesh.fsdp": ">fsdp",
+    "mesh.sequence": ">sequence",
+    "mesh.tensor": ">tensor",
+    "sharding.zero_stage": ">stage",
     "memory.remat": "remat",
-    "memory.remat_every_blocks": "every",
+    "memory.remat_every_blocks": ">every",
     "memory.offload": "offload",
     "overlap.prefetch": "prefetch",
-    "train.accumulation_steps": "microbatches",
+    "train.accumulation_steps": ">microbatches",
 }
 WIDTH = 140  # of the table, at least
 ALWAYS = ("data", "fsdp", "tensor", "stage", "remat", "microbatches")
@@ -47,12 +45,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--limit_s", type=float, default=480.0, help="no compilation begins after so many seconds")
     parser.add_argument("--most", type=int, default=24, help="compilations at most")
     config, args = load_config(arguments, parser)
+    require_ranges(("--limit_s", args.limit_s, 0, None), ("--most", args.most, 1, None))
+    cache, out = folder("--cache", args.cache), writable("--out", args.out)  # now: a search takes minutes
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the table
     from rich.console import Console  # late: a refused config must not wait for jax
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from jaxtrain.observe.progress import setup_logging
-    from jaxtrain.plan import compile, search
+    from jaxtrain.plan import compile
+    from jaxtrain.plan.search import search
+    from jaxtrain.plan.show.report import drawn
 
     setup_logging()
     if reason := compile.unavailable():
@@ -71,13 +73,13 @@ def main(arguments: Sequence[str]) -> None:
         found = search.search(
             config,
             topology,
-            pathlib.Path(args.cache).expanduser(),
+            cache,
             args.limit_s,
             args.most,
             lambda done, of, text: bar.update(task, completed=done, total=of, what=text),
         )
         bar.update(task, what="done")
-    console.print(_table(found))
+    console.print(drawn(_table(found), no_wrap=True))
     for number, result in enumerate(found, 1):
         console.print(f"{number:>2}: {result.reason}", markup=False, soft_wrap=True)
     fitting = [result for result in found if result.fits]
@@ -86,35 +88,23 @@ def main(arguments: Sequence[str]) -> None:
             f"no layout was found that fits {topology}, of {len(found)} compiled: more GPUs, shorter data.seq_len_tokens, or "
             "more time (--limit_s, --most)"
         )
-    pathlib.Path(args.out).write_text(search.override_file(args.config, fitting[0]))
+    out.write_text(search.override_file(args.config, fitting[0]))
     console.print(f"Wrote {args.out}: python -m jaxtrain.plan --config={args.out} --topology={topology}", markup=False)
 
 
 def _table(found: Sequence[Result]) -> Table:
-    from rich.table import Table
-
     from jaxtrain.observe.progress import percent, quantity
+    from jaxtrain.plan.show.content import Table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", justify="right")
     differs = {key for key in COLUMNS if len({str(result.settings[key]) for result in found}) > 1}
-    columns = {key: title for key, title in COLUMNS.items() if title in ALWAYS or key in differs}
-    for title in columns.values():
-        table.add_column(title, justify="left" if title in ("remat", "offload", "prefetch") else "right", no_wrap=True)
-    for title in ("peak GiB", "step ms", "exposed ms", "tokens/s", "MFU"):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = {key: title for key, title in COLUMNS.items() if title.removeprefix(">") in ALWAYS or key in differs}
+    rows = []
     for number, r in enumerate(found, 1):
         values = (r.settings[key] for key in columns)
-        table.add_row(
-            str(number),
-            *(",".join(value) or "-" if isinstance(value, tuple) else str(value) for value in values),
-            f"{r.peak_bytes / 2**30:.1f}",
-            f"{1e3 * r.step_s:.0f}",
-            f"{1e3 * r.exposed_s:.0f}",
-            quantity(r.tokens_per_s),
-            percent(r.mfu),
-        )
-    return table
+        cells = (",".join(value) or "-" if isinstance(value, tuple) else str(value) for value in values)
+        times = (f"{r.peak_bytes / 2**30:.1f}", f"{1e3 * r.step_s:.0f}", f"{1e3 * r.exposed_s:.0f}")
+        rows.append((str(number), *cells, *times, quantity(r.tokens_per_s), percent(r.mfu)))
+    return Table((">", *columns.values(), ">peak GiB", ">step ms", ">exposed ms", ">tokens/s", ">MFU"), rows)
 
 
 if __name__ == "__main__":

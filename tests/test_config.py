@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain.command_line import command
+from jaxtrain.command_line import command, folder, require_ranges
 from jaxtrain.config import ConfigError, default_config, validate, values
 from jaxtrain.config import suggest as nearest
 from jaxtrain.config.settings import SETTINGS
@@ -329,7 +329,7 @@ def test_nearest_key(section, key, meant):
 
 
 def test_nothing_near_lists_what_there_is():
-    assert nearest.nearest_key("zzz", "observe", SETTINGS) == "; known: progress_bar, tensorboard"
+    assert nearest.nearest_key("zzz", "observe", SETTINGS) == "; known: progress_bar, tensorboard, verbose"
     assert nearest.nearest_key("zzz", None, SETTINGS) == f"; known: {', '.join(SETTINGS)}"
 
 
@@ -378,7 +378,7 @@ def test_saved_config_of_another_version(tmp_path):
 
 def test_settings_that_name_paths_or_addresses_are_marked():
     """So that `generate` does not follow those of a stranger's config.json."""
-    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host"}
+    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host", "tokenizer"}
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
             inside = any(entry.location for entry in (setting.entries or {}).values())
@@ -386,8 +386,10 @@ def test_settings_that_name_paths_or_addresses_are_marked():
 
 
 def test_locations_are_left_behind(tmp_path):
-    config = loaded(file(tmp_path), "data.paths=/etc", "runtime.compile_cache_dir=/x", "train.num_steps=3")
+    sources = 'data.sources={"web": {"paths": ["/etc"]}}'
+    config = loaded(file(tmp_path), "data.paths=/etc", sources, "runtime.compile_cache_dir=/x", "train.num_steps=3")
     found = configs.without_locations(config)
+    assert not found.data.sources and config.data.sources.web.paths == ("/etc",)
     assert (found.data.paths, found.runtime.compile_cache_dir, found.train.num_steps) == (("python_stdlib",), "", 3)
     assert found.is_locked and config.data.paths == ("/etc",)
 
@@ -408,6 +410,69 @@ def test_command_line_mistakes(tmp_path, capsys):
         "  - --config.train.seed: no value; write --config.train.seed=VALUE",
         "  - --config.lr: unknown key; did you mean optimizer.learning_rate?",
     ]
+
+
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        ("import sys; sys.exit()", "wish.py:4: SystemExit: ; a config file returns its config, it must not end the program"),
+        ("raise SystemExit(0)", "wish.py:4: SystemExit: 0; a config file returns its config, it must not end the program"),
+        ("raise KeyboardInterrupt", "wish.py:4: KeyboardInterrupt: "),
+        ("def f(): f()\nf()", "wish.py:4: RecursionError: maximum recursion depth exceeded"),
+        ("class E(BaseException):\n    def __str__(self): return 1\nraise E", "wish.py:6: E: "),
+        ("raise ValueError('a\\nb')", "wish.py:4: ValueError: a b"),
+        ("import ml_collections as m\nc.x = m.config_dict.required_placeholder(int)", "wish.py: RequiredValueError: "),
+        ("c.update({3: {4: 5}})", "wish.py: TypeError: '<' not supported between instances of 'int' and 'str'"),
+        ("c.model['num_layers\\n'] = 5", "model.num_layers\\n: unknown key; did you mean model.num_layers?"),
+        ("c.train.num_steps = 10**5000", "train.num_steps: must be at most 2147483647, got <int that cannot be shown>"),
+        ("c.optimizer.name = 'x' * 9999", "optimizer.name: 'xxx"),
+        ("c.data.paths = ('\\ud800',)", "data.paths: contains half a character (a lone surrogate): ('\\ud800',)"),
+        ("c.memory.offload = ('a' * 9999,)", "memory.offload: unknown name 'aaa"),
+    ],
+)
+def test_a_file_that_misbehaves_is_one_short_line(tmp_path, body, expected):
+    (problem,) = problems(file(tmp_path, body))
+    assert problem.removeprefix(f"{tmp_path}/").startswith(expected)
+    assert len(problem) < 2500 and problem.isprintable()
+
+
+def test_numbers_of_numpy_and_paths_are_what_they_stand_for(tmp_path):
+    body = "import numpy as np, pathlib\nc.train.num_steps = np.int64(5)\nc.model.qk_norm = np.bool_(True)\n"
+    config = loaded(file(tmp_path, body + "c.data.paths = [pathlib.Path('/a'), 'b']"))
+    assert (config.train.num_steps, config.model.qk_norm, config.data.paths) == (5, True, ("/a", "b"))
+    assert type(config.train.num_steps) is int and type(config.model.qk_norm) is bool
+
+
+@pytest.mark.parametrize(
+    "workdir, expected",
+    [
+        ("", "--workdir=: is empty; name a folder"),
+        ("wish.py", "--workdir=wish.py: wish.py is not a folder; name a folder"),
+        ("wish.py/run", "--workdir=wish.py/run: {}/wish.py is not a folder; name a folder"),
+        ("dangling", "--workdir=dangling: dangling is not a folder; name a folder"),
+        ("~no_such_user/x", "--workdir=~no_such_user/x: Could not determine home directory; name a folder"),
+        ("a\0b", "--workdir=a\\x00b: contains a NUL character; name a folder"),
+        ("a" * 300, f"--workdir={'a' * 200}: File name too long; name a folder"),
+    ],
+)
+def test_a_workdir_that_cannot_be_one(tmp_path, monkeypatch, capsys, workdir, expected):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("nowhere", "dangling")
+    with pytest.raises(SystemExit) as stopped:
+        command(main, [f"--config={file(tmp_path)}", f"--workdir={workdir}"])
+    problem = capsys.readouterr().err.splitlines()[1].removeprefix("  - ")
+    assert stopped.value.code == 2 and problem in (expected, expected.format(tmp_path))
+
+
+def test_home_is_meant_by_its_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder("--workdir", "~/x") == tmp_path / "x"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 2**31, 10**400])
+def test_flags_out_of_range(value):
+    with pytest.raises(ConfigError, match="--most: must be at least 0"):
+        require_ranges(("--most", value, 0, None), ("--limit_s", 1.5, 0, None))
 
 
 def test_a_refused_config_never_loads_jax(tmp_path):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import VOCAB, batch, config, host, program
 
-from jaxtrain.generate import pick, sample
 from jaxtrain.model.decoder import layer_windows
 from jaxtrain.parallel.parameters import Stored
+from jaxtrain.train.sampling import Sampling, pick, sample
 
 
 def test_causal_and_within_documents_by_gradient():
@@ -69,7 +69,7 @@ def test_cached_sampling_equals_the_full_forward(changes):
     p = program(config(data__global_batch_rows=2, **changes))
     params = p.init(0).params
     prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 4)).astype(np.int32)
-    got = sample(p, params, prompt, 8, jax.random.key(0), temperature=0.0)
+    got = sample(p, params, prompt, jax.random.key(0), Sampling(8, temperature=0.0))
     rows = np.zeros((2, 16), np.int32)
     rows[:, :4] = prompt
     for length in range(4, 12):
@@ -81,28 +81,46 @@ def test_cached_sampling_equals_the_full_forward(changes):
         }
         logits = np.asarray(p.logits(params, p.put_batch(full, p.eval_batch_sharding)))
         rows[:, length] = logits[:, length - 1].argmax(-1)
-    np.testing.assert_array_equal(got, rows[:, 4:12])
+    np.testing.assert_array_equal(got.tokens, rows[:, 4:12])
 
 
 def test_sampling_settings():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 0)
 
     def shares(**settings):
-        ids = np.asarray(pick(logits, jax.random.key(0), **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings)))
+        keys = jax.random.split(jax.random.key(0), len(logits))
+        ids = np.asarray(pick(logits, keys, Sampling(**{"temperature": 1.0} | settings)))
         return np.bincount(ids, minlength=4) / len(ids)
 
     np.testing.assert_allclose(shares(), [0.5, 0.3, 0.15, 0.05], atol=0.03)
     np.testing.assert_allclose(shares(top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(top_p=0.7), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(top_p=0.01), [1, 0, 0, 0])
+    np.testing.assert_allclose(shares(min_p=0.25), [0.526, 0.316, 0.158, 0], atol=0.03)
+    np.testing.assert_allclose(shares(min_p=1.0), [1, 0, 0, 0])
+    np.testing.assert_allclose(shares(min_p=0.25, top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(temperature=0.0), [1, 0, 0, 0])
     assert shares(temperature=0.5)[0] > 0.62
+
+
+def test_prompts_of_different_lengths_make_one_batch():
+    """Each row is drawn as if it were alone, and a tie of seeds gives the same again."""
+    p = program(config(data__global_batch_rows=1, model__max_len_tokens=80))
+    params, key, how = p.init(0).params, jax.random.key(3), Sampling(40, temperature=1.0, top_p=0.9)
+    prompts = [list(np.random.default_rng(n).integers(0, VOCAB, n)) for n in (3, 20, 9)]
+    together = sample(p, params, prompts, key, how).tokens
+    assert together.shape == (3, 40)
+    np.testing.assert_array_equal(together[:1], sample(p, params, prompts[:1], key, how).tokens)
+    np.testing.assert_array_equal(together[:2], sample(p, params, prompts[:2], key, how).tokens)
+    assert (together != sample(p, params, prompts, jax.random.key(4), how).tokens).any()
+    stopped = sample(p, params, prompts, key, how, ended=lambda tokens: tokens.shape[1] > 16)
+    np.testing.assert_array_equal(stopped.tokens, together[:, :17])
 
 
 def test_sampling_beyond_the_longest_context_is_refused():
     split = program(config(mesh__tensor=2))
     with pytest.raises(ValueError, match="without sharding.sequence_parallel"):
-        sample(split, split.init(0).params, np.zeros((1, 2), np.int32), 2, jax.random.key(0))
+        sample(split, split.init(0).params, np.zeros((1, 2), np.int32), jax.random.key(0), Sampling(2))
     p = program(config(model__max_len_tokens=16))
     with pytest.raises(ValueError, match="20 tokens exceed model.max_len_tokens=16"):
-        sample(p, p.init(0).params, np.zeros((1, 10), np.int32), 10, jax.random.key(0))
+        sample(p, p.init(0).params, np.zeros((1, 10), np.int32), jax.random.key(0), Sampling(10))

@@ -11,8 +11,9 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.model.attention.cudnn import SQUARE
-from jaxtrain.plan import closed_form, communication, facts, hlo, roofline, timeline
 from jaxtrain.plan import compile as plan
+from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.read.shapes import local_shapes
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
 pytestmark = [pytest.mark.plan, needs_plugin]
@@ -31,24 +32,24 @@ def step() -> plan.Compiled:
 
 def arrays() -> set[tuple[str, tuple[int, ...]]]:
     """Those that exist, not other views of them."""
-    made = [i for _, i in step().module.instructions() if i.opcode != "bitcast"]
-    return {found for instruction in made for found in hlo.arrays(instruction.shape)}
+    made = [i for i in step().module.nodes.values() if i.opcode != "bitcast"]
+    return {(array.dtype, array.dims) for instruction in made for array in instruction.arrays}
 
 
 def attention() -> list[tuple[bool, tuple[int, ...], int]]:
     """(backward, [B, N, T, S] of the scores, runs per step and device) of every attention kernel."""
-    paths, found = hlo.paths(step().module), []
-    for computation, instruction in step().module.instructions():
-        if call := re.search(r'custom_call_target="__cudnn\$fmha\w*Softmax(Backward)?"', instruction.attributes):
-            shape = re.search(r'"intermediate_tensor_shape".*?"dimensions": \[([^\]]*)\]', instruction.attributes)[1]
-            runs = sum(math.prod(loop.trips for loop in path) for path in paths[computation.name])
-            found.append((bool(call[1]), tuple(map(int, re.findall(r"\d+", shape))), runs))
+    paths, found = step().module.paths(), []
+    for i in step().module.nodes.values():
+        if call := re.fullmatch(r"__cudnn\$fmha\w*Softmax(Backward)?", i.target):
+            shape = i.config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
+            runs = sum(math.prod(loop.trips for loop in path) for path in paths[i.computation])
+            found.append((bool(call[1]), tuple(map(int, shape)), runs))
     return found
 
 
 def test_peak():
     """GiB: what it was when this was written, and a little."""
-    assert step().memory.peak < 30.5 * GIB
+    assert step().assignment.peak_bytes < 30.5 * GIB
 
 
 def test_neither_scores_nor_keys_of_the_whole_row():
@@ -72,11 +73,10 @@ def test_permutes_run_beside_attention():
     assert all(c.asynchronous and not c.exposed for c in permutes)
 
     def runs(operand, beside):
-        return sum(c.executions for c in permutes if c.operands == (operand,) and beside_attention(c) == beside)
+        return sum(c.executions for c in permutes if list(map(str, c.operands)) == [operand] and beside_attention(c) == beside)
 
     def beside_attention(c):
-        kernels = step().module.computations[c.computation].by_name
-        return any("__cudnn$fmha" in kernels[name].attributes for name in c.hidden_by)
+        return any("__cudnn$fmha" in i.target for i in c.hidden_by)
 
     kv, sums = (f"{dtype}[1,{T},{2 * K},{H}]" for dtype in ("bf16", "f32"))
     # The last block's backward follows its forward: XLA may share the first hop, and runs it beside projections.
@@ -98,8 +98,8 @@ def test_traffic_is_the_formulas():
     """Of keys, values and their gradients, and of the state, which the devices of a row share. The plan has nothing to flag."""
     links = roofline.Links(hardware.by_key("h200"), WAYS, step().mesh_shape)
     collectives = step().collectives()
-    walked = timeline.walk(step().module, collectives, links)
+    walked = timeline.simulate(step().module, collectives, links)
     expected = closed_form.closed_form(step().program.config, WAYS).axis_bytes()
-    found = communication.communication(step().module, collectives, walked, links, facts.of(step().program), expected)
+    found = communication.communication(step().module, collectives, walked.waits, links, local_shapes(step().program), expected)
     assert found.axis_bytes["sequence"] == pytest.approx(expected["sequence"], rel=0.01)
     assert {flag.name for flag in found.flags} <= {"synchronous collective", "tiny collective in a loop"}

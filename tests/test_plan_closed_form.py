@@ -12,7 +12,7 @@ import tiny
 from jaxtrain import config as configs
 from jaxtrain.model import inventory
 from jaxtrain.parallel.sharding import is_dims
-from jaxtrain.plan import closed_form as formulas
+from jaxtrain.plan.predict import closed_form as formulas
 
 PRESETS = sorted(path.stem for path in pathlib.Path("configs").glob("*.py") if path.stem != "hf")
 

@@ -7,14 +7,17 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo_text import module
 from planned import config, needs_plugin, program
 
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.model import vocabulary
 from jaxtrain.parallel import parameters as weights
 from jaxtrain.parallel.collectives import all_gather
-from jaxtrain.plan import closed_form, facts, hlo, roofline, timeline
-from jaxtrain.plan import communication as ledger
+from jaxtrain.plan.predict import closed_form, roofline, timeline
+from jaxtrain.plan.predict import communication as ledger
+from jaxtrain.plan.read import collectives
+from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.plan.study import study
 
 pytestmark = pytest.mark.plan
@@ -73,12 +76,12 @@ def test_a_gathered_embedding_is_flagged(monkeypatch):
 
 
 def _flags(text, program):
-    module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
-    found = hlo.collectives(module, shape)
+    planted, shape = module(text), dict(program.layout.mesh.shape)
+    found = collectives.collectives(planted, shape)
     links = roofline.Links(hardware.by_key("h200"), 8, shape)
-    walked = timeline.walk(module, found, links)
+    walked = timeline.simulate(planted, found, links)
     expected = closed_form.closed_form(program.config, 8).axis_bytes()
-    return ledger.communication(module, found, walked, links, facts.of(program), expected).flags
+    return ledger.communication(planted, found, walked.waits, links, local_shapes(program), expected).flags
 
 
 LINK = dict(mesh_shape={"data": 4, "fsdp": 8, "tensor": 2}, per_node=8)
@@ -101,8 +104,9 @@ def test_time_of_a_collective():
     links = roofline.Links(hardware.by_key("h100"), **LINK)
 
     def seconds(kind, axes, size, members):
-        wire = hlo._wire_bytes(kind, size, members)
-        return links.seconds(hlo.Collective(kind, "c", "main", "f32", (), size, wire, axes, members, (), 1, True, (), 0, ""))
+        wire = collectives.ring_bytes(kind, size, members)
+        one = collectives.Collective(0, kind, "c", 0, "f32", (), size, wire, axes, members, (), 1, True, (), 0, "")
+        return links.seconds(one)
 
     one, two = (seconds("all-gather", ("tensor",), size, 2) for size in (2**26, 2**27))
     assert two - one == pytest.approx(2**26 / links.rate(("tensor",)))
@@ -119,11 +123,17 @@ def test_time_of_a_collective():
 def test_partitioner_and_tiny_collectives_are_flagged():
     text = """HloModule planted, is_scheduled=true
 
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %a = f32[] add(%x, %y)
+}
+
 %body (s: (s32[], bf16[512,14336])) -> (s32[], bf16[512,14336]) {
   %s = (s32[], bf16[512,14336]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
   %w = bf16[512,14336]{1,0} get-tuple-element(%s), index=1
-  %x = f32[64]{0} constant({...})
+  %x = f32[64]{0} custom-call(), custom_call_target="made"
   %small = f32[64]{0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add, metadata={op_name="jit(f)/while/body/psum"}
   ROOT %t = (s32[], bf16[512,14336]{1,0}) tuple(%i, %w)
 }

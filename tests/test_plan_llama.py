@@ -12,8 +12,9 @@ import pytest
 from planned import compiled, needs_plugin, plan
 
 from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
-from jaxtrain.plan import buffers, facts, hlo, memory
-from jaxtrain.plan.roofline import RATES
+from jaxtrain.plan.predict.roofline import RATES
+from jaxtrain.plan.read import buffers, collectives, hlo, memory, origin
+from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.remat.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.plan
@@ -27,7 +28,7 @@ SHARDED, TENSOR = STAGES[3], ("mesh.fsdp=2", "mesh.tensor=4", "memory.remat=dots
 
 def check_sums(compiled, ledger):
     stats = compiled.executable.memory_analysis()
-    constants = sum(a.size for a in compiled.assignment.allocations if a.constant and a.color == buffers.DEVICE)
+    constants = sum(a.size for a in compiled.assignment.allocations if a.constant and a.color == hlo.DEVICE)
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     assert sum(ledger.rows.values()) == ledger.total == held + constants
     peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes  # XLA counts arguments wherever they are
@@ -81,7 +82,7 @@ def test_kept_activations_are_those_of_the_formula(changes):
 def test_what_a_block_computes_bears_its_name(changes):
     """Of all buffers that the schedule ever has: activations by name, recomputed ones too, and in which pass they are made."""
     step = compiled(*changes)
-    books = memory._Books(step.assignment, facts.of(step.program), hlo.channel_axes(step.module, step.mesh_shape))
+    books = memory.Classifier(step.assignment, step.module, local_shapes(step.program), step.mesh_shape)
     every = {buffer.values: None for _, state in step.assignment.moments(range(len(step.assignment.curve))) for buffer in state}
     pieces = [books.buffer(buffers.Buffer(values[0].size, values)) for values in every]
     large = {piece.name for piece in pieces if piece.row == "block" and piece.size >= 2**23 and "/while/body/" in piece.op_name}
@@ -105,8 +106,8 @@ def test_what_a_block_computes_bears_its_name(changes):
 def test_the_ledger_does_not_depend_on_source_files(changes):
     """Scopes say what an array is for: without the files, lines and functions of the source, nothing but `source` changes."""
     step, found = compiled(*changes), plan(*changes).ledger
-    nowhere = dataclasses.replace(step.assignment, frames=())
-    bare = memory.ledger(nowhere, step.module, facts.of(step.program), step.mesh_shape)
+    nowhere = dataclasses.replace(step.module, frames=())
+    bare = memory.ledger(step.assignment, nowhere, local_shapes(step.program), step.mesh_shape)
     assert any(piece.source for piece in found.pieces) and not any(piece.source for piece in bare.pieces)
     assert bare.rows == found.rows and bare.parts == found.parts and bare.curve == found.curve and bare.host == found.host
     assert bare.pieces == tuple(dataclasses.replace(piece, source="") for piece in found.pieces)
@@ -114,7 +115,7 @@ def test_the_ledger_does_not_depend_on_source_files(changes):
 
 @needs_plugin
 def test_the_program_sets_the_scopes_that_the_plan_reads():
-    names = {scope for node in compiled(*SHARDED).assignment.nodes.values() for scope in memory.scopes(node.op_name)}
+    names = {scope for node in compiled(*SHARDED).module.nodes.values() for scope in origin.scopes(node.op_name)}
     assert {LOSS, OPTIMIZER, WEIGHTS, "qkv", "attention", "mlp_hidden"} <= names
     pieces = plan(*SHARDED).ledger.pieces
     assert any(piece.row == "gradients" and WEIGHTS in piece.op_name for piece in pieces)
@@ -135,7 +136,7 @@ def test_passes_by_scope():
         ("transpose(jvp(backward))/transpose(jvp(jvp()))/checkpoint/mlp_out/BTD,DF->BTF/dot_general", "backward"),
         ("transpose(jvp(backward))/transpose(jvp(jvp()))/checkpoint/rematted_computation/mlp_hidden/mul", "recomputed"),
     ]:
-        assert memory.pass_of(scope + name) == expected
+        assert origin.pass_of(scope + name) == expected
 
 
 @needs_plugin
@@ -230,10 +231,10 @@ def test_collectives_equal_those_counted_in_the_text(changes):
             if called := re.search(r" while\(.*body=%([\w.\-]+)", line):
                 trips = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
                 waiting.append((called[1], times * trips))
-            elif kind := re.search(rf" ({'|'.join(hlo.KINDS)})(?:-start)?\(", line):
+            elif kind := re.search(rf" ({'|'.join(collectives.KINDS)})(?:-start)?\(", line):
                 runs[kind[1]] += times
     assert runs == collections.Counter({k: sum(line.runs for line in found if line.kind == k) for k in {x.kind for x in found}})
-    assert sum(line.bytes_per_step for line in found) == hlo.wire_bytes(compiled(*changes).collectives())
+    assert sum(line.bytes_per_step for line in found) == collectives.wire_bytes(compiled(*changes).collectives())
 
 
 @needs_plugin

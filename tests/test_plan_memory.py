@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.plan import buffers, memory, protobuf
+from jaxtrain.plan.read import buffers, hlo, memory, protobuf
 
 
 def test_wire_format():
@@ -18,15 +18,15 @@ def test_wire_format():
         with pytest.raises(ValueError):
             protobuf.fields(wrong)
     with pytest.raises(ValueError, match="HloProto"):
-        buffers.read(data)
+        buffers.read(data[:3], hlo.Module(0, {}, False, (), {}))
 
 
 def heap(*events):
     """An assignment of values of 10, 20 and 40 bytes whose heap of 64 bytes sees events (begins, buffer, value)."""
     node = buffers._UNKNOWN
-    values = {i: buffers.Value(i, size, buffers.DEVICE, node, "f32", (), ()) for i, size in ((1, 10), (2, 20), (3, 40))}
-    allocation = buffers.Allocation(0, 64, buffers.DEVICE, None, False, False, False, (1, 2, 3))
-    return buffers.Assignment(values, (allocation,), tuple(buffers.Event(*e) for e in events), (), {}, {})
+    values = {i: buffers.Value(i, size, hlo.DEVICE, node, "f32", ()) for i, size in ((1, 10), (2, 20), (3, 40))}
+    allocation = buffers.Allocation(0, 64, hlo.DEVICE, None, False, False, False, (1, 2, 3))
+    return buffers.Assignment(values, (allocation,), tuple(buffers.Event(*e) for e in events))
 
 
 def test_heap_simulation():

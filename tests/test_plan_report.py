@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import importlib.resources
 import io
 import json
 import re
@@ -14,8 +15,12 @@ from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
 from jaxtrain.config import ConfigError
-from jaxtrain.plan import advice, closed_form, compare, compile, fallback, memory, page, report
+from jaxtrain.plan import compile, fallback
 from jaxtrain.plan.__main__ import main
+from jaxtrain.plan.predict import closed_form
+from jaxtrain.plan.read import collectives, memory
+from jaxtrain.plan.search import advice, compare
+from jaxtrain.plan.show import data, drawings, page, pipeline, report
 from jaxtrain.plan.study import RESERVED_BYTES
 
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
@@ -41,11 +46,11 @@ def test_report():
 @needs_plugin
 @pytest.mark.plan
 def test_json_has_the_whole_plan():
-    data = json.loads(json.dumps(report.as_json(plan(), ())))
-    assert data["schema"] == report.SCHEMA == 2 and data["topology"] == "h200:1x8"
-    assert sum(data["memory"]["rows"].values()) == data["memory"]["total_bytes"] == data["verdict"]["peak_bytes"]
-    assert len(data["memory"]["largest"]) == 20 and data["communication"]["lines"]
-    assert data["time"]["step_s"] > 0 and 0 < data["time"]["error_band"] < 1 and data["time"]["rates"]["product"]
+    found = json.loads(json.dumps(data.as_json(plan(), ())))
+    assert found["schema"] == data.SCHEMA == 2 and found["topology"] == "h200:1x8"
+    assert sum(found["memory"]["rows"].values()) == found["memory"]["total_bytes"] == found["verdict"]["peak_bytes"]
+    assert len(found["memory"]["largest"]) == 20 and found["communication"]["lines"]
+    assert found["time"]["step_s"] > 0 and 0 < found["time"]["error_band"] < 1 and found["time"]["rates"]["product"]
 
 
 class _Tags(html.parser.HTMLParser):
@@ -82,11 +87,14 @@ def test_page_is_self_contained_and_whole():
     for title in ("Memory of a GPU", "Memory over the step", "Communication", "Forward:", "Backward:", "Largest 20 buffers"):
         assert title in words
     widths = [float(attributes["width"]) for tag, attributes in tags.seen if tag == "rect"]
-    assert len(widths) > 100 and all(0 <= width <= page.WIDTH for width in widths)
+    assert len(widths) > 100 and all(0 <= width <= drawings.WIDTH for width in widths)
 
 
-def test_every_row_has_a_color():
-    assert set(page.COLORS) == set(memory.ROWS)
+def test_everything_drawn_has_a_color():
+    style = importlib.resources.files("jaxtrain.plan.show").joinpath("page.css").read_text()
+    kinds = {"product", "attention", "memory", "wait", "copy", *(name.replace(" ", "-") for name in pipeline.NAMES.values())}
+    classes = {f"c-{row}" for row in memory.ROWS} | {f"k-{kind}" for kind in kinds | set(collectives.KINDS)}
+    assert {name for name in classes if not re.search(rf"\.{name}\b[ ,]", style)} == set()
 
 
 @needs_plugin
@@ -145,7 +153,7 @@ def test_without_the_plugin():
     assert "no plugin here" in text.splitlines()[0] and "adds no collective above 1 MiB" in text
     assert found.peak_bytes == found.closed.total and found.timeline is None
     assert found.communication.axis_bytes["fsdp"] > 0 and "fsdp" in text
-    assert "By formula, the collectives" in page.render(found, ()) and json.dumps(report.as_json(found, ()))
+    assert "By formula, the collectives" in page.render(found, ()) and json.dumps(data.as_json(found, ()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fallback, "MAX_COMPILED", 4)
         llama = fallback.study(config(*ONE_ROW), compile.parse_topology("h200:1x8"), "llama3_8b", "no plugin here")
@@ -163,12 +171,12 @@ def test_what_the_partitioner_adds_is_flagged():
     program = tiny.program(small)
     sharding = program.abstract_state.params["blocks"]["mlp"]["up"]["kernel"].sharding  # over fsdp and tensor
     x = jax.ShapeDtypeStruct((2, 512, 4096), "float32", sharding=sharding)
-    text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
+    step = jax.jit(lambda x: x.sum(1)).lower(x).compile()
     topology = compile.parse_topology("h100:1x8")
-    assert fallback.partitioner_flags(program, text, topology, closed_form.closed_form(small, 8)) == ()  # below 1 MiB
+    assert fallback.partitioner_flags(program, step, topology, closed_form.closed_form(small, 8)) == ()  # below 1 MiB
     x = jax.ShapeDtypeStruct((2, 512, 2**20), "float32", sharding=sharding)
-    text = jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text()
-    [flag] = fallback.partitioner_flags(program, text, topology, closed_form.closed_form(small, 8))
+    step = jax.jit(lambda x: x.sum(1)).lower(x).compile()
+    [flag] = fallback.partitioner_flags(program, step, topology, closed_form.closed_form(small, 8))
     assert "all-reduce over fsdp" in flag.text and "partitioner reshards" in flag.text
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 
 import pytest
 
@@ -23,12 +25,15 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity",
-    6: "command_line main train.loop generate tune",
+    6: "command_line api main train.loop train.conversion convert evaluate generate tokenize inspect_data tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.parallel.sharding", "jaxtrain.parallel.mesh"}
-MAX_LINES = 500
+MAX_LINES = 400
+ALLOWED = {"jaxtrain.parallel.layer_loop": 470, "jaxtrain.config.settings": 500}  # to be split
+# Lines of code (no blanks, comments, docstrings) that a room may have.
+BUDGETS = {"jaxtrain.plan": 3_210}
 
 
 def sources() -> dict[str, str]:
@@ -128,6 +133,19 @@ def undocumented(modules: dict[str, str]) -> list[str]:
     return missing
 
 
+def code_lines(source: str) -> int:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
 def test_every_module_has_a_floor():
     unknown = {name for name in sources() if name != "jaxtrain" and name.split(".")[1] not in ROOMS}
     assert not unknown, "give them a floor in FLOORS"
@@ -167,11 +185,27 @@ def test_public_names_have_docstrings():
 
 
 def test_files_are_short():
-    long = {name: source.count("\n") for name, source in sources().items() if source.count("\n") > MAX_LINES}
+    counts = {name: source.count("\n") for name, source in sources().items()}
+    long = {name: count for name, count in counts.items() if count > ALLOWED.get(name, MAX_LINES)}
     assert not long, f"over {MAX_LINES} lines: split them"
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "config.validate", "command_line", "main", "checkpoint.hf.config_json"])
+def test_code_lines_are_counted():
+    source = '"""Doc,\nof two lines."""\n\nimport os  # why\n\n# a comment\ndef f(\n    x,\n):\n    """Doc."""\n    return """a'
+    assert code_lines(source + '\nb"""\n') == 1 + 3 + 2
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_rooms_keep_their_budget(room):
+    """Code that nobody needs goes before more comes; where a feature must have more, its budget says why."""
+    count = sum(code_lines(source) for name, source in sources().items() if name == room or name.startswith(f"{room}."))
+    assert count <= BUDGETS[room]
+
+
+LIGHT = "config config.validate errors command_line api main generate tune plan.__main__ parity.__main__".split()
+
+
+@pytest.mark.parametrize("module", [*LIGHT, "checkpoint.hf.config_json"])
 def test_refusing_a_config_does_not_load_jax(module):
     code = f"import sys, jaxtrain.{module}; print([name for name in {HEAVY} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

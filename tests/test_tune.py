@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
+import runpy
 import time
 
 import pytest
@@ -11,10 +13,13 @@ from planned import config, needs_plugin
 
 from jaxtrain import config as configs
 from jaxtrain import tune
+from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.plan import candidates, closed_form, compile, search
-from jaxtrain.plan.advice import Change
-from jaxtrain.plan.roofline import RATES
+from jaxtrain.plan import compile
+from jaxtrain.plan.predict import closed_form
+from jaxtrain.plan.predict.roofline import RATES
+from jaxtrain.plan.search import candidates, search
+from jaxtrain.plan.search.advice import Change
 from jaxtrain.plan.study import RESERVED_BYTES, usable_bytes
 
 H100 = compile.parse_topology("h100:1x8")
@@ -216,6 +221,32 @@ def test_the_file_is_a_config(tmp_path):
     assert tuned.model.embed_dim == 4096 and tuned.train.num_steps == 7
 
 
+@pytest.mark.parametrize("name", ['a"""b', "c\\", "d\n'", "\udcff\u00e9", '"""+exit()+"""'])
+def test_the_file_of_a_config_with_any_name_is_a_config(tmp_path, name):
+    base, path = tmp_path / name / "x.py", tmp_path / "tuned.py"
+    base.parent.mkdir()
+    base.write_text((pathlib.Path(__file__).parent.parent / "configs/llama3_8b.py").read_text())
+    path.write_text(search.override_file(str(base), result(layouts()[0])))
+    assert configs.load(str(path)).model.embed_dim == 4096
+    assert runpy.run_path(str(path))["__doc__"].startswith(str(base))
+
+
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--out=", "--out=: name a file"),
+        ("--out={}", "--out={}: is a folder; name a file"),
+        ("--cache=", "--cache=: is empty; name a folder"),
+        ("--limit_s=nan", "--limit_s: must be at least 0, got nan"),
+        ("--most=0", "--most: must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_written_or_searched_is_said_before_the_search(tmp_path, flag, message):
+    with pytest.raises(ConfigError) as caught:
+        tune.main(["--config=configs/llama3_8b.py", "--topology=h100:1x8", flag.format(tmp_path)])
+    assert caught.value.problems == [message.format(tmp_path)]
+
+
 @needs_plugin
 def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search, "_compiled", lambda config, topology, candidate: result(candidate))
@@ -224,7 +255,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     tune.main([*arguments, "--most=2"])
     assert "as compiled" in capsys.readouterr().out and (tmp_path / "t.py").exists()
     with pytest.raises(UserError, match="no layout was found that fits"):
-        tune.main([*arguments[:2], f"--cache={tmp_path}/none", f"--out={tmp_path}/u.py", "--limit_s=-1"])
+        tune.main([*arguments[:2], f"--cache={tmp_path}/none", f"--out={tmp_path}/u.py", "--limit_s=0"])
 
 
 @needs_plugin

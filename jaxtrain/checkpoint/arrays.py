@@ -56,7 +56,8 @@ def start_save(manager: Any, step: int, leaves: dict[str, jax.Array]) -> None:
     """Returns when the arrays are copied to host memory; the manager writes them in the background."""
     import orbax.checkpoint as ocp
 
-    trees = {item: ocp.args.PyTreeSave(_nested(_part(leaves, item))) for item in files.ITEMS}
+    parts = {item: _part(leaves, item) for item in files.ITEMS}
+    trees = {item: ocp.args.PyTreeSave(nested(part)) for item, part in parts.items() if part}  # weights alone have no training
     manager.save(step, args=ocp.args.Composite(**trees), force=True)
 
 
@@ -68,11 +69,13 @@ def read(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -
     restored = {}
     for item in items:
         part = _part(leaves, item)
-        tree = _nested({name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in part.items()})
+        tree = nested({name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in part.items()})
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             tree = reader.restore(
                 folder / item,
-                args=ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)),
+                args=ocp.args.PyTreeRestore(
+                    item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
+                ),
             )
         restored |= {f"params/{name}" if item == "params" else name: leaf for name, leaf in named_leaves(tree).items()}
     return restored
@@ -111,7 +114,8 @@ def _part(leaves: dict, item: str) -> dict:
     return {name.removeprefix("params/"): leaf for name, leaf in leaves.items() if item_of(name) == item}
 
 
-def _nested(leaves: dict) -> dict:
+def nested(leaves: dict) -> dict:
+    """Leaves by name as nested dicts: the opposite of `named_leaves`."""
     tree: dict = {}
     for name, leaf in leaves.items():
         *parents, last = name.split("/")

@@ -69,7 +69,11 @@ class WorkdirLock:
         return self
 
     def __exit__(self, *_) -> None:
-        if not self._first_process:
+        self.release()
+
+    def release(self) -> None:
+        """Gives the folder free, from whatever thread; again is harmless."""
+        if not self._first_process or self._ended.is_set():
             return
         self._ended.set()
         self._beating.join()

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
 
 FOLDER = "checkpoints"
 _FORMAT = 1  # of facts.json and the division into items; raised when an older program could not read a newer checkpoint
@@ -98,6 +98,10 @@ class Checkpointer:
             raise self._failure(error) from error
         self._saving = None
 
+    def newest(self) -> int | None:
+        """The newest step with a checkpoint; None without any. Whether it is whole is not looked at."""
+        return max(files.steps(self._root), default=None)
+
     def close(self) -> None:
         """Waits like `wait`, then ends the background threads. Harmless when called again."""
         self.wait()
@@ -140,7 +144,7 @@ class Checkpointer:
                 _log.warning("%s is damaged (%s)%s", self._root / str(candidate), reason, moved)
             if any(candidate > step for candidate in damaged):
                 _log.warning("Continuing from step %d instead", step)
-        _gather("")  # nobody goes on, and perhaps saves one of these steps, before they are out of the way
+        control.gather("")  # nobody goes on, and perhaps saves one of these steps, before they are out of the way
         if self._manager is not None:
             self._manager.reload()
         restored = arrays.read(self._root / str(step), leaves, files.ITEMS)
@@ -235,17 +239,17 @@ def _choose(
     """
     damaged: dict[int, str] = {}
     while True:
-        listing = json.loads(_gather(json.dumps(files.steps(root)))[0])  # anew each time: a running job deletes and adds
+        listing = json.loads(control.gather(json.dumps(files.steps(root)))[0])  # anew each time: a running job deletes and adds
         untried = [step for step in listing if step not in damaged and only in (None, step)]
         if not untried:
             return None, {}, damaged
         step, folder = untried[-1], root / str(untried[-1])
-        reason = _gather(files.damage(folder, items) if jax.process_index() == 0 else "")[0]
+        reason = control.gather(files.damage(folder, items) if jax.process_index() == 0 else "")[0]
         if not reason:
             record = files.read_facts(folder)
             _check_fits(folder, record, leaves, facts_expected, items)
             share = jax.process_index(), jax.process_count()
-            reason = next(filter(None, _gather(files.data_damage(folder, items, *share))), "")
+            reason = next(filter(None, control.gather(files.data_damage(folder, items, *share))), "")
         if not reason:
             return step, record, damaged
         damaged[step] = reason
@@ -279,18 +283,6 @@ def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, facts_expected
         )
 
 
-def _gather(text: str) -> list[str]:
-    """Every process's text, in order of process, on every process; also a barrier."""
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.array([data.size], np.int32)).reshape(-1)
-    rows = multihost_utils.process_allgather(np.pad(data, (0, int(lengths.max()) + 1 - data.size)))
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
-
-
 def _check_writable(root: pathlib.Path) -> None:
     problem = ""
     if jax.process_index() == 0:
@@ -302,7 +294,7 @@ def _check_writable(root: pathlib.Path) -> None:
         except OSError as error:
             problem = f"checkpoints cannot be written to {root}: {error.strerror}. Choose another --workdir, or set "
             problem += "checkpoint.save_every_steps=0 to train without checkpoints."
-    if problem := _gather(problem)[0]:
+    if problem := control.gather(problem)[0]:
         raise UserError(problem)
 
 

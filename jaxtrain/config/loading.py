@@ -14,7 +14,7 @@ import os
 import pathlib
 import runpy
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_collections
@@ -23,14 +23,24 @@ from jaxtrain.config import entries, values
 from jaxtrain.config.settings import RETIRED, SETTINGS
 from jaxtrain.config.suggest import nearest_key
 
+MOST_PROBLEMS, MOST_SIGNS = 100, 2000  # that are printed, and of one
+
 
 class ConfigError(Exception):
     """Every problem of a configuration, one line each. Commands print it and exit with code 2."""
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = list(problems)
+    def __init__(self, problems: Iterable[str]):
+        self.problems = list(dict.fromkeys(map(_one_line, problems)))
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''} in the configuration"
-        super().__init__("\n".join([f"{count}:", *(f"  - {problem}" for problem in self.problems)]))
+        lines = [f"  - {problem}" for problem in self.problems[:MOST_PROBLEMS]]
+        more = [f"  and {len(self.problems) - MOST_PROBLEMS} more"] * (len(self.problems) > MOST_PROBLEMS)
+        super().__init__("\n".join([f"{count}:", *lines, *more]))
+
+
+def _one_line(problem: str) -> str:
+    """The text without control characters, its middle left out when it is very long: names and values are a user's."""
+    text = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in problem)
+    return text if len(text) <= MOST_SIGNS else f"{text[: MOST_SIGNS // 2]} ... {text[-MOST_SIGNS // 2 :]}"
 
 
 _lenient = False  # while a config file runs: let it finish, so that all its problems are reported at once
@@ -64,7 +74,7 @@ def load(
     """Runs `get_config` of a config file, applies overrides, checks every key, and locks the result.
 
     Args:
-      path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`.
+      path: "configs/x.py", or "configs/x.py:ARG" to call `get_config("ARG")`; "" for the default tree.
       overrides: pairs of a dotted key and its value, or the text of it: ("optimizer.learning_rate", "1e-4"). Of several for
         one key the last counts, so that a script's own can be overridden by those it passes on.
       cross_check: problems of settings taken together (`validate.problems`); asked when each setting is fine by itself.
@@ -72,7 +82,16 @@ def load(
     Raises:
       ConfigError: with every unknown key, wrong type and value out of range found in the file and the overrides.
     """
-    config = _run_file(*path.partition(":")[::2])
+    tree = _run_file(*path.partition(":")[::2]) if path else default_config().unlock()
+    return override(tree, overrides, cross_check)
+
+
+def override(
+    config: ml_collections.ConfigDict,
+    overrides: Iterable[tuple[str, Any]] = (),
+    cross_check: Callable[[ml_collections.ConfigDict], list[str]] = lambda config: [],
+) -> ml_collections.ConfigDict:
+    """Applies overrides to an open config, checks every key, and locks it; arguments and errors of `load`."""
     unknown = _unknown_keys(config)
     wrong = []
     for key, value in overrides:
@@ -126,9 +145,11 @@ def read(path: pathlib.Path) -> ml_collections.ConfigDict:
 
 def without_locations(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """A copy in which settings that name paths or addresses have their defaults: those of a stranger are not followed."""
-    copy = config.copy_and_resolve_references().unlock()
+    copy, default = config.copy_and_resolve_references().unlock(), default_config()
     for section, settings in SETTINGS.items():
-        copy[section].update({key: setting.default for key, setting in settings.items() if setting.location})
+        for key, setting in settings.items():
+            if setting.location:
+                copy[section][key] = default[section][key]
     return copy.lock()
 
 
@@ -158,17 +179,21 @@ def _run_file(file: str, argument: str) -> ml_collections.ConfigDict:
             if not isinstance(config, ml_collections.ConfigDict):
                 name = type(config).__name__
                 raise ConfigError([f"{file}: get_config() returned {name}, not what default_config() gave it"])
-            return config.copy_and_resolve_references().unlock()
+            return ml_collections.ConfigDict(_with_text_keys(config.to_dict()), type_safe=False)
     except ConfigError:
         raise
     except BaseException as error:  # whatever a user's file may raise becomes one line, sys.exit() in it too
         raise ConfigError([f"{file}{_line_in(file, error)}: {_what_failed(error)}"]) from error
 
 
+def _with_text_keys(tree: dict) -> dict:
+    return {str(key): _with_text_keys(value) if isinstance(value, dict) else value for key, value in tree.items()}
+
+
 def _line_in(file: str, error: BaseException) -> str:
     """The line of `file` that raised the error, the innermost if several are, as ":LINE"; "" if none is."""
     if isinstance(error, SyntaxError):
-        return f":{error.lineno}"
+        return f":{error.lineno}" if error.lineno else ""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f":{lines[-1]}" if lines else ""
 
@@ -190,10 +215,10 @@ def _unknown_keys(config: ml_collections.ConfigDict) -> list[str]:
     for section, tree in config.items():
         if section not in SETTINGS:
             what = "section" if isinstance(tree, ml_collections.ConfigDict) else "key"
-            problems.append(f"{section}: unknown {what}{nearest_key(str(section), None, SETTINGS)}")
+            problems.append(f"{section}: unknown {what}{nearest_key(section, None, SETTINGS)}")
         elif isinstance(tree, ml_collections.ConfigDict):
             unknown = (key for key in tree if key not in SETTINGS[section])
-            problems += [f"{section}.{key}: {_unknown(section, str(key))}" for key in unknown]
+            problems += [f"{section}.{key}: {_unknown(section, key)}" for key in unknown]
     return problems
 
 

@@ -326,6 +326,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "byte",
             "byte (ids 0..255 are bytes, 256 is BOS, 257 is EOS), or a tokenizer.json or its folder, a SentencePiece .model, a "
             ".tiktoken file; package:NAME/FILE is a file of an installed Python package.",
+            location=True,
         ),
         "bos_token": Setting("", "Text of the token that begins a document; empty: the tokenizer's own."),
         "eos_token": Setting("", "Text of the token that ends a document; empty: the tokenizer's own."),
@@ -398,6 +399,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "observe": {
         "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
         "tensorboard": Setting(True, "Write TensorBoard events into WORKDIR/tensorboard."),
+        "verbose": Setting(False, "Also show what the libraries below print about themselves."),
     },
     "runtime": {
         "platform": Setting("auto", "auto takes a GPU when there is one.", choices=("auto", "cpu", "gpu")),
@@ -412,6 +414,18 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
         "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
+        "heartbeat_timeout_s": Setting(
+            60, "Within so long all processes end when one was killed, froze or is cut off from the others.", low=5
+        ),
+        "collective_timeout_s": Setting(
+            1800, "How long a device may wait for others in a collective, the first one included, before the run ends.", low=30
+        ),
+        "grace_s": Setting(
+            300,
+            "After SIGTERM, SIGUSR1 or Ctrl-C: how long finishing a step and saving it may take; give less than the "
+            "scheduler's own limit.",
+            low=1,
+        ),
         "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
         "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none.", location=True),
     },

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import ml_collections
 
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
@@ -27,8 +27,8 @@ BYTE_VOCAB = 258
 
 
 def require_valid(config: ml_collections.ConfigDict, num_devices: int | None = None) -> None:
-    """Raises ConfigError with all problems of `problems`, if there are any."""
-    if found := problems(config, num_devices):
+    """Raises ConfigError with all problems of single settings, or else of settings taken together, if there are any."""
+    if found := check(config) or problems(config, num_devices):
         raise ConfigError(found)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-import numbers
+import os
 import re
 import struct
 from typing import Any
@@ -62,16 +62,17 @@ def _elements(text: str) -> tuple[str, ...]:
 
 def converted(setting: Setting, value: Any) -> Any:
     """The same value in the setting's type where nothing is lost, else the value itself."""
-    if isinstance(value, numbers.Number) and type(value).__module__ == "numpy":
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
     if setting.type is float and type(value) is int:
         with contextlib.suppress(OverflowError):
             return float(value)
     if setting.type is int and type(value) is float and value.is_integer():
         return int(value)
-    if setting.type is tuple and isinstance(value, list):
-        return tuple(value)
-    return value
+    if setting.type is tuple and isinstance(value, list | tuple):
+        parts = tuple(os.fspath(part) if isinstance(part, os.PathLike) else part for part in value)
+        return value if parts == value else parts
+    return os.fspath(value) if setting.type is str and isinstance(value, os.PathLike) else value
 
 
 def problem(setting: Setting, value: Any) -> str | None:
@@ -84,7 +85,11 @@ def problem(setting: Setting, value: Any) -> str | None:
         return f"expected a tuple of strings, got {shown(value)}"
     if setting.type in (str, tuple):
         parts = value if isinstance(value, tuple) else (value,)
-        if any("\0" in part for part in parts):
+        try:
+            nul = any(b"\0" in os.fsencode(part) for part in parts)
+        except UnicodeEncodeError:
+            return f"contains half a character (a lone surrogate): {shown(value)}"
+        if nul:
             return f"contains a NUL character: {shown(value)}"
         if isinstance(value, tuple) and "" in parts:
             return f"an element is empty: {shown(value)}"

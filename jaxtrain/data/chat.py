@@ -61,6 +61,14 @@ class Template:
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Unfit(f"the chat template fails on it: {type(error).__name__}: {error}") from error
 
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[str]:
+        """The rendered conversation with the header of an assistant turn to come, in pieces to be encoded each by itself.
+
+        What messages spell never becomes a special token. Raises Unfit.
+        """
+        text = self.render(self._harmless(messages), self._harmless(tools or None), prompt=True)
+        return [piece for piece in text.split(_BREAK) if piece]
+
     def spans(self, messages: Sequence[Any], tools: Any, turns: str = "all") -> list[tuple[str, bool]]:
         """Consecutive parts of the rendered conversation, with whether each is trained.
 
@@ -101,7 +109,7 @@ class Template:
         start, content = len(before), messages[number].get("content")
         content = content if isinstance(content, str) else ""
         begin = whole.find(content.strip(), start, len(until)) if content.strip() else start
-        if begin > start and (not number or before == self.render(messages[:number], tools)):
+        if whole[start:begin].strip() and (not number or before == self.render(messages[:number], tools)):
             start = begin  # the template has no prompt for generation: its header is not for the model to say
         found = max(begin, start) + len(content.strip())
         if end := self._last_special(whole[found : len(until)]):

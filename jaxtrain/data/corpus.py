@@ -13,13 +13,14 @@ import ml_collections
 import numpy as np
 
 from jaxtrain.config import data as settings
-from jaxtrain.data import chat, files, folders, permutation
-from jaxtrain.data.documents import BadRecords, Content, Encoder
+from jaxtrain.data import folders, permutation
+from jaxtrain.data.documents import BadRecords
+from jaxtrain.data.encoding import make_encoder
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.packing import Packed
 from jaxtrain.data.records import find_inputs
 from jaxtrain.data.shards import Shard, Store, in_memory
-from jaxtrain.data.tokenizers import Tokenizer, get_tokenizer, id_dtype
+from jaxtrain.data.tokenizers import Tokenizer, get_tokenizer
 from jaxtrain.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -68,27 +69,6 @@ class Shards(NamedTuple):
     def store(self) -> Store:
         """Their store."""
         return self.opened
-
-
-def encoder(data: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Encoder:
-    """How documents of a source become ids. Raises UserError for conversations without a template."""
-    content, template = Content.of(data), None
-    if content.kind == "chat":
-        source = tokenizer.chat_template
-        if data.chat_template_file:
-            try:
-                source = files.read_bytes(data.chat_template_file).decode()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"data.chat_template_file: cannot read {data.chat_template_file}: {error}") from error
-        if not source:
-            raise UserError(
-                f"data.content=chat: {tokenizer.name} has no chat template; set data.chat_template_file to a file with one"
-            )
-        names = {id: text for text, id in tokenizer.specials.items()}
-        bos, eos = names.get(tokenizer.bos_id, ""), names.get(tokenizer.eos_id, "")
-        template = chat.Template(source, data.chat_template_file or tokenizer.name, tokenizer.specials, bos, eos)
-    dtype = id_dtype(tokenizer.vocab_size)
-    return Encoder(tokenizer, content, dtype, data.add_bos, data.special_tokens_in_text, template)
 
 
 def load_corpus(config: ml_collections.ConfigDict, workdir: pathlib.Path | None = None) -> Corpus:
@@ -153,11 +133,11 @@ def _read(
         raise UserError(f"{setting}: token shards and other files in one source; make them two, in data.sources")
     if shards:
         return _open(setting, shards, data, tokenizer, config.model.vocab_size)
-    encode, dtype = encoder(data, tokenizer), id_dtype(tokenizer.vocab_size)
+    encoder = make_encoder(data, tokenizer)
     ids, lengths, trained, digests, size, open_length = [], [], [], [], 0, 0
     limit = data.max_memory_gib * 2**30
     for input in inputs:
-        for one in encode.encode(input, bad):
+        for one in encoder.documents(input, bad):
             if len(one.ids) and int(one.ids.max()) >= config.model.vocab_size:
                 raise _beyond(int(one.ids.max()), one.name, tokenizer, config.model.vocab_size)
             ids.append(one.ids)
@@ -179,7 +159,7 @@ def _read(
             f"{setting}: no text in {', '.join(map(repr, data.paths))}: {bad.empty} empty and {bad.count} bad record(s)"
         )
     return Documents(
-        np.concatenate(ids, dtype=dtype),
+        np.concatenate(ids),
         np.cumsum(lengths),
         np.concatenate(trained) if trained else None,
         np.array(digests, np.uint64),

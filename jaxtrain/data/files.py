@@ -133,12 +133,33 @@ def stamp(file: File) -> tuple[int, str]:
     return int(facts.get("size") or 0), str(facts.get("ETag") or facts.get("mtime") or facts.get("LastModified") or "")
 
 
+class Meter:
+    """Bytes read by `open_file`'s streams, for showing progress."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def reset(self) -> None:
+        """Counts from zero."""
+        self.bytes = 0
+
+
+METER = Meter()
+
+
+class _Local(io.FileIO):
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        METER.bytes += count or 0
+        return count
+
+
 def open_file(file: File) -> BinaryIO:
     """The raw bytes of a file as a seekable stream; remote ones are read in blocks, with retries."""
     if is_remote(file.url):
         return io.BufferedReader(_Remote(file.url), 4 << 20)
     try:
-        return open(file.url, "rb")
+        return io.BufferedReader(_Local(file.url), 1 << 18)
     except OSError as error:
         raise UserError(f"cannot read {file.name}: {error.strerror or error}") from error
 
@@ -226,6 +247,7 @@ class _Remote(io.RawIOBase):
         start = self._position
         data = retried(lambda: self._system.cat_file(self._path, start=start, end=stop), self._url)
         buffer[: len(data)] = data
+        METER.bytes += len(data)
         self._position += len(data)
         return len(data)
 

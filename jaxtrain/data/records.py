@@ -19,7 +19,7 @@ from jaxtrain.data import files, folders
 from jaxtrain.data.files import File
 from jaxtrain.errors import UserError
 
-MAX_RECORD_BYTES = 64 << 20  # a longer line is refused; a longer text file comes in pieces
+MAX_RECORD_BYTES = 32 << 20  # a longer line is refused; a longer text file comes in pieces
 PIECE_BYTES = 1 << 20
 FORMATS = {  # by suffix; other files are text
     ".jsonl": "jsonl",

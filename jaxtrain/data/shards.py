@@ -107,6 +107,11 @@ class Writer:
         os.replace(self._temporary, self._path)
         return shard
 
+    def abandon(self) -> None:
+        """Removes what was written."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
     def _write(self, data: bytes, last: bool = False) -> None:
         data = self._rest + data
         while len(data) >= BLOCK or (last and data):

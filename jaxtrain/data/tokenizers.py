@@ -134,8 +134,11 @@ class JsonTokenizer(_Loaded):
         return self._plain.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+_SPACE = "\u2581"  # how SentencePiece writes a space
+
+
 class SentencePieceTokenizer(_Loaded):
-    """A SentencePiece .model."""
+    """A SentencePiece .model. U+2581 in text, which it takes for a space, becomes bytes where the model has them."""
 
     def __init__(self, name: str, content: bytes, facts: _Facts, chosen: tuple[str, str]):
         library = files.require("sentencepiece", f"the tokenizer {name}")
@@ -147,6 +150,8 @@ class SentencePieceTokenizer(_Loaded):
         model = self._model
         self.vocab_size = model.vocab_size()
         specials = {model.id_to_piece(i): i for i in range(self.vocab_size) if model.is_control(i)}
+        pieces = [f"<0x{byte:02X}>" for byte in _SPACE.encode()]
+        self._space = [model.piece_to_id(piece) for piece in pieces if model.is_byte(model.piece_to_id(piece))]
         own = {"bos_token": model.bos_id(), "eos_token": model.eos_id()}
         facts = {key: model.id_to_piece(i) for key, i in own.items() if i >= 0} | dict(facts)
         super().__init__(name, content, facts, specials, chosen)
@@ -157,9 +162,18 @@ class SentencePieceTokenizer(_Loaded):
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[Sequence[int]]:
         """Ids of each text."""
-        if not special:
-            return self._model.encode(list(texts), out_type=int, num_threads=1)
-        return [_with_specials(text, self.specials, self._model.encode) for text in texts]
+        if special:
+            return [_with_specials(text, self.specials, self._encode) for text in texts]
+        if any(_SPACE in text for text in texts):
+            return [self._encode(text) for text in texts]
+        return self._model.encode(list(texts), out_type=int, num_threads=1)
+
+    def _encode(self, text: str) -> list[int]:
+        first, *rest = text.split(_SPACE) if self._space else [text]
+        ids, mark = self._model.encode(first) if first else [], len(self._model.encode("\n"))
+        for part in rest:  # behind \n, which is cut off again, a text gets no space in front
+            ids = ids + self._space + (self._model.encode("\n" + part)[mark:] if part else [])
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens spelled out."""

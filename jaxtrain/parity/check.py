@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
+from jaxtrain.errors import UserError
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
-from jaxtrain.runtime import compat
+from jaxtrain.parity import shrink
+from jaxtrain.runtime import compat, startup
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program
 
@@ -73,6 +76,41 @@ class Row:
     error: float
     update_error: float | None = None
     verdict: str = "equal"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What came of `compare`. Attributes: the config that was run, a row for each figure and weight, what it took."""
+
+    config: ml_collections.ConfigDict
+    rows: list[Row]
+    seconds: float
+
+    @property
+    def differing(self) -> list[str]:
+        """Names of the rows that are not equal; empty: the layout computes what one device computes."""
+        return differing(self.rows)
+
+
+def compare(config: ml_collections.ConfigDict, max_devices: int = 8) -> Comparison:
+    """Makes a config small, runs it on fake CPU devices and compares it with one device.
+
+    Raises UserError where this process has started jax with too few devices.
+    """
+    began = time.monotonic()
+    small = shrink.shrink(config, max_devices)
+    needed = small.runtime.fake_devices
+    if not compat.devices_started():
+        startup.initialize(small)
+    if jax.default_backend() != "cpu" or jax.local_device_count() < needed:
+        raise UserError(
+            f"the small mesh takes {needed} fake CPU devices, JAX already runs {jax.local_device_count()} "
+            f"{jax.default_backend()} device(s) in this process: use a new process"
+        )
+    wanted = measure(plain(small))
+    log.info("one device is measured (%.0f s), now the layout", time.monotonic() - began)
+    rows = judge(measure(small, wanted.start), wanted, tolerances(small))
+    return Comparison(small, rows, time.monotonic() - began)
 
 
 def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | None = None, with_steps: bool = True) -> Measured:

@@ -10,8 +10,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from jaxtrain.command_line import command, load_config, parser_of
-from jaxtrain.errors import UserError
+from jaxtrain import api
+from jaxtrain.command_line import command, load_config, parser_of, require_ranges, writable
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,39 +25,30 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--compare", default="", help="KEY or KEY=A,B,C: plan each value of a setting, in one table")
     parser.add_argument("--advise_s", type=float, default=20.0, help="time for compiling alternatives, in seconds; 0: none")
     config, args = load_config(arguments, parser)
+    require_ranges(("--advise_s", args.advise_s, 0, None))
+    json_file, page_file = (path and writable(flag, path) for flag, path in (("--json", args.json), ("--html", args.html)))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's own warnings; what matters of them is in the plan
     from rich.console import Console  # late: a refused config must not wait for jax
 
     from jaxtrain.observe.progress import setup_logging
-    from jaxtrain.plan import advice, compare, compile, fallback, page, report
-    from jaxtrain.plan.study import study
+    from jaxtrain.plan import compile
+    from jaxtrain.plan.search import advice, compare
+    from jaxtrain.plan.show import data, page, report
 
     setup_logging()
     console = Console(highlight=False)
     topology = compile.parse_topology(args.topology)
     if args.compare:
-        compare.show(compare.compare(config, topology, args.compare), console)
+        console.print(report.drawn(compare.table(compare.compare(config, topology, args.compare))))
         return
     name = pathlib.Path(args.config.partition(":")[0]).stem
-    if reason := compile.unavailable():
-        plan, found = fallback.study(config, topology, name, reason), ()
-    else:
-        plan = study(config, topology, name)
-        found = advice.alternatives(config, plan, args.advise_s)
+    plan = api.plan(config, topology, name)
+    found = () if plan.fallback else advice.alternatives(config, plan, args.advise_s)
     report.show(plan, found, console)
-    for path, text in (
-        (args.json, lambda: json.dumps(report.as_json(plan, found), indent=1)),
-        (args.html, lambda: page.render(plan, found)),
-    ):
-        if path:
-            _write(path, text())
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        pathlib.Path(path).write_text(text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+    if json_file:
+        json_file.write_text(json.dumps(data.as_json(plan, found), indent=1))
+    if page_file:
+        page_file.write_text(page.render(plan, found))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Compiles the training step for GPUs that are not here: XLA needs a description of the device, not the device.
 
 What comes back is the program that the GPUs would run: XLA's schedule and its buffers. Only the choice of kernels for
-matrix products is not the real one, since XLA finds it by timing them (autotuning). Reading the text is `hlo`'s.
+matrix products is not the real one, since XLA finds it by timing them (autotuning). Reading the program is `read.hlo`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -14,7 +13,6 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,7 +27,7 @@ from jaxtrain.model.moe.experts import OVERFLOW
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.sharding import DescribedHost
 from jaxtrain.pipeline import schedule as pipeline_schedule
-from jaxtrain.plan import buffers, hlo
+from jaxtrain.plan.read import buffers, collectives, hlo, protobuf
 from jaxtrain.runtime import compat, machine
 from jaxtrain.train.program import Program, build_program
 
@@ -53,36 +51,21 @@ class Topology:
         return f"{self.gpu.key}:{self.nodes}x{self.per_node}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, by XLA's buffer assignment. Arguments that the step may overwrite (`alias`) are outputs too."""
-
-    argument: int
-    output: int
-    alias: int
-    temp: int
-    peak: int  # as XLA says it: without what fragmentation adds
-    host: int  # pinned host memory of all kinds together
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
     """A training step compiled for a topology."""
 
     program: Program
     topology: Topology
-    options: dict[str, Any]  # compiler options beside XLA's defaults
     executable: jax.stages.Compiled
-    text: str  # scheduled HLO
-    memory: Memory
-    hlo_proto: bytes  # of the compiled module, with XLA's buffer assignment
+    hlo_proto: bytes  # the compiled module, with XLA's buffer assignment
     lower_s: float  # building, tracing and lowering
     compile_s: float
 
     @functools.cached_property
     def module(self) -> hlo.Module:
         """The scheduled program."""
-        return hlo.parse(self.text, self.shares[0])
+        return hlo.read(protobuf.fields(self.hlo_proto)[1][-1], self.shares[0])
 
     @functools.cached_property
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -94,15 +77,20 @@ class Compiled:
     @functools.cached_property
     def assignment(self) -> buffers.Assignment:
         """Every buffer of the program."""
-        return buffers.read(self.hlo_proto)
+        return buffers.read(self.hlo_proto, self.module)
 
     @property
     def mesh_shape(self) -> dict[str, int]:
         return dict(self.program.layout.mesh.shape)
 
-    def collectives(self) -> list[hlo.Collective]:
+    @property
+    def text(self) -> str:
+        """The scheduled program as HLO text, for people."""
+        return self.executable.as_text()
+
+    def collectives(self) -> list[collectives.Collective]:
         """Every collective of the step."""
-        return hlo.collectives(self.module, self.mesh_shape)
+        return collectives.collectives(self.module, self.mesh_shape)
 
 
 def parse_topology(text: str) -> Topology:
@@ -156,61 +144,33 @@ def unavailable() -> str:
     return ""
 
 
-def compile_step(
-    config: ml_collections.ConfigDict, topology: str | Topology, options: Mapping[str, Any] | None = None
-) -> Compiled:
+def compile_step(config: ml_collections.ConfigDict, topology: str | Topology) -> Compiled:
     """Builds, lowers and compiles the training step of a config for a topology, on the CPU and without allocating it.
 
-    Args:
-      options: XLA flags without dashes -> value as in XLA_FLAGS, for this compilation alone. XLA_FLAGS themselves count
-        too, for all compilations of a process, from the time that it first loads the CUDA plugin; but for xla_dump_to, which
-        is needed to get at the buffers: give it here to keep what XLA dumps.
-
-    Raises ConfigError for a topology that is none, a config that does not fit it, or an unknown option; UserError without
-    the CUDA plugin.
+    XLA_FLAGS count, for all compilations of a process, from the time that it first loads the CUDA plugin; but for xla_dump_to,
+    which is needed to get at the buffers. Raises ConfigError for a topology that is none or a config that does not fit it,
+    UserError without the CUDA plugin.
     """
     topology = parse_topology(topology) if isinstance(topology, str) else topology
-    options = option_values({**NEEDED_OPTIONS, **(options or {})})
     devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
     started = time.monotonic()
     program = build_program(config, mesh.build(config, devices))
     with compat.cudnn_for(topology.gpu.compute_capability):
         lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
-    try:
-        with _dump_folder(options) as folder, DescribedHost.forgotten():
-            dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
-            executable = lowered.compile(compiler_options=options | dump | _kept_kernels())
-            [proto] = folder.glob("*after_optimizations.hlo.pb")
-            hlo_proto = proto.read_bytes()
-    except jax.errors.JaxRuntimeError as error:
-        if problem := _refused_option(str(error)):
-            raise ConfigError([problem]) from error
-        raise
+    with tempfile.TemporaryDirectory(prefix="jaxtrain_plan_") as folder, DescribedHost.forgotten():
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        executable = lowered.compile(compiler_options=NEEDED_OPTIONS | dump | _kept_kernels())
+        [proto] = pathlib.Path(folder).glob("*after_optimizations.hlo.pb")
+        hlo_proto = proto.read_bytes()
     return Compiled(
         program=program,
         topology=topology,
-        options=options,
         executable=executable,
-        text=executable.as_text(),
-        memory=_memory(executable.memory_analysis()),
         hlo_proto=hlo_proto,
         lower_s=lowered_at - started,
         compile_s=time.monotonic() - lowered_at,
     )
-
-
-def option_values(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags with values as one writes them in XLA_FLAGS, in the form that `compiler_options` takes.
-
-    Those go to XLA's fields directly, past the reader of flags: "true" must be True, and modes need their full name.
-    """
-    words = {"true": True, "false": False}
-    values = {name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in flags.items()}
-    for name, value in values.items():  # since jax 0.12
-        if re.fullmatch(r"xla_gpu_pipeline_\w+", name) and str(value).lower() in ("default", "off", "on", "explicit"):
-            values[name] = f"COLLECTIVE_PIPELINING_MODE_{value.upper()}"
-    return values
 
 
 @functools.cache
@@ -225,32 +185,3 @@ def _kept_kernels() -> dict[str, Any]:
     which goes when it ends: XLA does not say that several may write one.
     """
     return compat.kernel_cache(str(pathlib.Path(_kernel_folder().name) / "kernels"))
-
-
-@contextlib.contextmanager
-def _dump_folder(options: Mapping[str, Any]) -> Iterator[pathlib.Path]:
-    if "xla_dump_to" in options:
-        yield pathlib.Path(options["xla_dump_to"])
-        return
-    with tempfile.TemporaryDirectory(prefix="jaxtrain_plan_") as folder:
-        yield pathlib.Path(folder)
-
-
-def _refused_option(message: str) -> str:
-    if match := re.search(r"No such compile option: '(\w+)'", message):
-        return f"XLA of jax {jax.__version__} has no option {match[1]}"
-    match = re.search(r"(While setting option \w+, .*)", message)
-    return match[1] if match else ""
-
-
-def _memory(stats: Any) -> Memory:
-    host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
-    host -= stats.host_alias_size_in_bytes
-    return Memory(
-        argument=stats.argument_size_in_bytes,
-        output=stats.output_size_in_bytes,
-        alias=stats.alias_size_in_bytes,
-        temp=stats.temp_size_in_bytes,
-        peak=stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes,  # XLA counts arguments on the host, too
-        host=host,
-    )

@@ -20,38 +20,40 @@ import jax
 import ml_collections
 
 from jaxtrain.parallel import mesh
-from jaxtrain.plan import closed_form, communication, compile, facts, hlo, roofline, timeline
-from jaxtrain.plan.communication import Communication
+from jaxtrain.plan import compile
+from jaxtrain.plan.predict import closed_form, communication, roofline
+from jaxtrain.plan.predict.communication import Communication
+from jaxtrain.plan.read import collectives, hlo
+from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.plan.study import Plan, about
 from jaxtrain.runtime import compat
 from jaxtrain.train.program import Program, build_program
 
 MAX_DEVICES = 256  # that one process pretends to have
 MAX_COMPILED = 64
-NO_TIMELINE = timeline.Timeline(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, 0)
 
 
 def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: str, reason: str) -> Plan:
     """As `study.study`, of what can be said without the plugin. The first line of the report says that it is this."""
     first = f"By formula only: {reason}"
     closed = closed_form.closed_form(config, topology.size)
-    spoken, notes = None, ()
+    sent, notes = None, ()
     if topology.size <= MAX_DEVICES and _have_devices(topology.size):
         first = f"By formula only, and the collectives of the program as traced: {reason}"
         program = build_program(config, mesh.build(config, jax.devices("cpu")[: topology.size]))
         lowered = program.train_step.lower(*program.abstract_step_arguments())
-        spoken = _traced(program, lowered.as_text(dialect="hlo"), topology, closed)
+        sent = _traced(program, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), topology, closed)
         if topology.size <= MAX_COMPILED:
             first = f"By formula, the collectives of the program as traced, and XLA's partitioner for CPUs: {reason}"
             compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-            added = partitioner_flags(program, compiled.as_text(), topology, closed)
-            spoken = dataclasses.replace(spoken, flags=(*spoken.flags, *added))
+            added = partitioner_flags(program, compiled, topology, closed)
+            sent = dataclasses.replace(sent, flags=(*sent.flags, *added))
             notes = _notes(compiled.memory_analysis(), added)
     return Plan(
         **about(config, topology, name),
         closed=closed,
         ledger=None,
-        communication=spoken,
+        communication=sent,
         timeline=None,
         seconds={},
         fallback=first,
@@ -67,10 +69,11 @@ def _have_devices(count: int) -> bool:
 
 
 def partitioner_flags(
-    program: Program, text: str, topology: compile.Topology, closed: closed_form.ClosedForm
+    program: Program, compiled: jax.stages.Compiled, topology: compile.Topology, closed: closed_form.ClosedForm
 ) -> tuple[communication.Flag, ...]:
     """Collectives above 1 MiB in a program compiled for CPUs that it did not write itself."""
-    flags = _communication(program, text, topology, closed).flags
+    [module] = compiled.runtime_executable().hlo_modules()
+    flags = _communication(program, module.as_serialized_hlo_module_proto(), topology, closed).flags
     return tuple(flag for flag in flags if flag.name == "resharding")
 
 
@@ -84,16 +87,16 @@ def _notes(stats: Any, added: tuple) -> tuple[str, ...]:
     )
 
 
-def _traced(program, text, topology, closed) -> Communication:
-    result = _communication(program, text, topology, closed)
+def _traced(program, proto, topology, closed) -> Communication:
+    result = _communication(program, proto, topology, closed)
     # What is not compiled yet has no names of operations to tell written collectives by, and hides none.
     kept = tuple(flag for flag in result.flags if flag.name not in ("synchronous collective", "resharding"))
     lines = tuple(dataclasses.replace(line, state="", waited_s=0.0) for line in result.lines)
     return dataclasses.replace(result, flags=kept, lines=lines)
 
 
-def _communication(program, text, topology, closed) -> Communication:
-    module, shape = hlo.parse(text), dict(program.layout.mesh.shape)
+def _communication(program, proto, topology, closed) -> Communication:
+    module, shape = hlo.read(proto), dict(program.layout.mesh.shape)
     links = roofline.Links(topology.gpu, topology.per_node, shape)
-    found, dtype = hlo.collectives(module, shape), program.config.precision.compute_dtype
-    return communication.communication(module, found, NO_TIMELINE, links, facts.of(program), closed.axis_bytes(), dtype)
+    found, dtype = collectives.collectives(module, shape), program.config.precision.compute_dtype
+    return communication.communication(module, found, {}, links, local_shapes(program), closed.axis_bytes(), dtype)

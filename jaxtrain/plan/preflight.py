@@ -9,7 +9,8 @@ import ml_collections
 
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.plan import closed_form, memory
+from jaxtrain.plan.predict import closed_form
+from jaxtrain.plan.read import memory
 
 GIB = 1 << 30
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,11 +16,14 @@ from jaxtrain.model import inventory
 from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Table
-from jaxtrain.plan import closed_form, communication, compile, facts, memory, roofline, timeline
-from jaxtrain.plan.closed_form import ClosedForm
-from jaxtrain.plan.communication import Communication
-from jaxtrain.plan.memory import Ledger
-from jaxtrain.plan.timeline import Timeline
+from jaxtrain.plan import compile
+from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.predict.closed_form import ClosedForm
+from jaxtrain.plan.predict.communication import Communication
+from jaxtrain.plan.predict.timeline import Timeline
+from jaxtrain.plan.read import memory
+from jaxtrain.plan.read.memory import Ledger
+from jaxtrain.plan.read.shapes import local_shapes
 
 # What a process needs of a device beside XLA's buffers: CUDA context, NCCL's buffers, loaded kernels. An estimate.
 RESERVED_BYTES = 2 << 30
@@ -110,37 +112,29 @@ def usable_bytes(gpu: Gpu) -> int:
     return gpu.memory_bytes - RESERVED_BYTES
 
 
-def study(
-    config: ml_collections.ConfigDict,
-    topology: str | compile.Topology,
-    name: str = "",
-    options: Mapping[str, Any] | None = None,
-) -> Plan:
+def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, name: str = "") -> Plan:
     """Compiles the step of a config for a cluster and says what comes of it. Raises as `compile.compile_step`."""
     topology = compile.parse_topology(topology) if isinstance(topology, str) else topology
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()
-    compiled = compile.compile_step(config, topology, options)
-    shapes = facts.of(compiled.program)
-    read = time.monotonic()
-    ledger = memory.ledger(compiled.assignment, compiled.module, shapes, compiled.mesh_shape)
+    compiled = compile.compile_step(config, topology)
+    compiled_at = time.monotonic()
+    module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
-    found = compiled.collectives()
-    turns = key_blocks(config, compiled.mesh_shape["sequence"])
-    walked = timeline.walk(compiled.module, found, links, turns, busy=compiled.shares[1])
-    spoken = communication.communication(
-        compiled.module, found, walked, links, shapes, closed.axis_bytes(), config.precision.compute_dtype
-    )
+    found, trips = compiled.collectives(), key_blocks(config, compiled.mesh_shape["sequence"])
+    predicted = timeline.simulate(module, found, links, trips, busy=compiled.shares[1])
+    ledger = memory.ledger(compiled.assignment, module, shapes, compiled.mesh_shape)
+    sent = communication.communication(module, found, predicted.waits, links, shapes, closed.axis_bytes(), dtype)
     done = time.monotonic()
-    seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s, "read": done - read, "total": done - started}
+    seconds = {"lower": compiled.lower_s, "compile": compiled.compile_s}
     return Plan(
         **about(config, topology, name),
         closed=closed,
         ledger=ledger,
-        communication=spoken,
-        timeline=walked,
-        seconds=seconds,
-        notes=_notes(config, closed, ledger, walked, turns),
+        communication=sent,
+        timeline=predicted,
+        seconds=seconds | {"read": done - compiled_at, "total": done - started},
+        notes=_notes(config, closed, ledger, predicted, trips),
     )
 
 
@@ -155,7 +149,7 @@ def key_blocks(config: ml_collections.ConfigDict, sequence: int) -> int:
 
 
 def _notes(
-    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, walked: Timeline, turns: int
+    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, predicted: Timeline, trips: int
 ) -> tuple[str, ...]:
     notes = []
     if missing := sum(size for row, size in closed.host.items() if row not in ledger.host):
@@ -163,10 +157,10 @@ def _notes(
             f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
             f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device"
         )
-    if walked.uncounted:
+    if predicted.uncounted_loops:
         notes.append(
-            f"{walked.uncounted} loops end when their data say so (attention that skips masked blocks): each is counted as "
-            f"{turns} turns, those of rows of one document"
+            f"{predicted.uncounted_loops} loops end when their data say so (attention that skips masked blocks): each "
+            f"counts as {trips} iterations, those of rows of one document"
         )
     return tuple(notes)
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+_NEVER_S = 7 * 86_400
 
 
 def devices_started() -> bool:
@@ -18,6 +21,35 @@ def devices_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def connect(address: str, count: int, index: int) -> None:
+    """Starts JAX's coordination service in process 0 and connects to it. It shall neither end a process nor take SIGTERM: both
+    are done by the control channel."""
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, (os.environ.get("no_grpc_proxy"), "127.0.0.1")))
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_check_proxy_envs", False)
+    jax.distributed.initialize(
+        address,
+        count,
+        index,
+        coordinator_bind_address=address,
+        cluster_detection_method="deactivate",
+        initialization_timeout=_NEVER_S,
+        heartbeat_timeout_seconds=_NEVER_S,
+        shutdown_timeout_seconds=60,
+    )
+
+
+def collective_flags(seconds: int) -> dict[str, int]:
+    """XLA's flags for how long a device waits for others in a collective before the program ends."""
+    return {
+        "xla_cpu_collective_call_warn_stuck_timeout_seconds": seconds,
+        "xla_cpu_collective_call_terminate_timeout_seconds": seconds,
+        "xla_cpu_collective_timeout_seconds": seconds,
+        "xla_gpu_first_collective_call_warn_stuck_timeout_seconds": seconds,
+        "xla_gpu_first_collective_call_terminate_timeout_seconds": seconds,
+    }
 
 
 def run_once_options(platform: str) -> dict[str, object]:

@@ -10,23 +10,16 @@ import functools
 import logging
 import os
 import pathlib
-import threading
 import time
 
 import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import compat, machine
+from jaxtrain.runtime import agreement, compat, control, machine
 from jaxtrain.runtime.cluster import Processes, find_processes
 
 log = logging.getLogger("jaxtrain.runtime")
-
-# Fake devices are threads; on few cores one may reach a collective minutes after another. XLA aborts after 40 s by default.
-CPU_XLA_FLAGS = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
-    "xla_cpu_collective_call_terminate_timeout_seconds": 1800,
-}
 
 
 def initialize(config) -> None:
@@ -39,9 +32,11 @@ def initialize(config) -> None:
     settings = config.runtime
     processes = find_processes(settings)
     _choose_platform(settings)
+    if not compat.devices_started():
+        _set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir)
-    if processes.count > 1 and not jax.distributed.is_initialized():
-        _connect(processes, settings.init_timeout_s)
+    if processes.count > 1 and not control.current:
+        _connect(config, processes)
     _start_devices(settings)
     _warn_of_idle_gpus()
 
@@ -79,8 +74,14 @@ def _choose_platform(settings) -> None:
                 [f"runtime.fake_devices={fake}: XLA_FLAGS also sets xla_force_host_platform_device_count; remove it there"]
             )
         jax.config.update("jax_num_cpu_devices", fake)
-        extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
-        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
+
+
+def _set_time_limits(seconds: int) -> None:
+    """XLA's limits for a device that waits for others, 30 to 40 s by default: on few cores, or where a process compiles, some
+    come minutes after others."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    extra = [f"--{name}={value}" for name, value in compat.collective_flags(seconds).items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
 
 
 def _use_compile_cache(folder: str) -> None:
@@ -96,33 +97,22 @@ def _use_compile_cache(folder: str) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
-def _connect(processes: Processes, timeout_s: int) -> None:
-    """Joins the other processes. JAX's own time limit aborts the process with a stack trace, so it is kept out of reach."""
+def _connect(config, processes: Processes) -> None:
+    """Joins the other processes and agrees with them on config and code, then connects JAX's own service through the channel.
+
+    JAX aborts a process when its connection breaks or a peer is late, so its time limits are kept out of reach.
+    """
+    settings = config.runtime
+    if jax.distributed.is_initialized():
+        raise UserError("JAX is connected to other processes already; leave that to jaxtrain: runtime.coordinator_address etc.")
+    where = f"process {processes.index} of {processes.count}, coordinator {processes.coordinator}"
+    log.info("waiting for the other processes (%s, at most %d s)", where, settings.init_timeout_s)
+    started = time.monotonic()
+    channel = control.join(processes, settings.init_timeout_s, settings.heartbeat_timeout_s)
+    control.agree(agreement.facts(config))
     if jax.config.jax_cpu_collectives_implementation not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    failure: list[BaseException] = []
-
-    def join() -> None:
-        try:
-            jax.distributed.initialize(*processes, initialization_timeout=timeout_s + 3600)
-        except BaseException as error:  # handed to the main thread below
-            failure.append(error)
-
-    where = f"process {processes.index} of {processes.count}, coordinator {processes.coordinator}"
-    log.info("waiting for the other processes (%s, at most %d s)", where, timeout_s)
-    started = time.monotonic()
-    thread = threading.Thread(target=join, name="jax.distributed", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        cause = (
-            f"not all of the other {processes.count - 1} process(es) connected: see their logs; can they reach this address?"
-            if processes.index == 0
-            else "process 0 is not there, not reachable at this address, or itself waits for others"
-        )
-        raise UserError(f"{where}: start-up not complete after {timeout_s} s (runtime.init_timeout_s): {cause}")
-    if failure:
-        raise UserError(f"{where}: {str(failure[0]).strip() or type(failure[0]).__name__}") from failure[0]
+    compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index)
     log.info("connected %d processes in %.1f s", processes.count, time.monotonic() - started)
 
 

@@ -35,7 +35,7 @@ from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import machine, startup
+from jaxtrain.runtime import control, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program, build_program
@@ -48,12 +48,14 @@ EXPERT_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_sh
 def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[str, Any]:
     """Trains to train.num_steps and returns the summary that it writes to WORKDIR/summary.json.
 
-    Raises ConfigError for a config that cannot run on these devices, UserError for what else the user must mend.
+    Raises ConfigError for a config that cannot run on these devices, UserError for what else the user must mend, Stopped after
+    a signal that `stop.install` has taken over.
     """
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
     with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+        control.at_end.append(lock.release)
         startup.initialize(config)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
@@ -63,6 +65,8 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
     """`run` from where devices are there on, in a workdir that is this run's alone."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
+    prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
+    control.agree({"--workdir": str(workdir.resolve())} | prints)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
     checkpoint = config.checkpoint
@@ -72,10 +76,11 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
             if config.runtime.check_memory:
                 preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
             restored = checkpointer.restore_newest(program.abstract_state, _facts(config, corpus))
-            state, facts, start = restored or (program.init(config.train.seed), None, 0)
+            state, facts, start = restored or (control.compiled_together(program.init)(config.train.seed), None, 0)
             if restored:
                 state = program.in_own_order(state, facts.get(LAYER_ORDER))
             step_compiled, compile_s = compiling.result()
+        control.agree({"the step to continue from": start})  # and all have compiled
         log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
         if restored:
             log.info("Continuing from the checkpoint of step %d", start)
@@ -117,6 +122,7 @@ class _Session:
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.facts = _facts(config, corpus) | {LAYER_ORDER: program.layer_order}
+        self.eval_step = control.compiled_together(program.eval_step)
 
     @functools.cached_property
     def eval_bytes(self) -> dict[str, int]:
@@ -130,6 +136,7 @@ class _Session:
         if self.start >= num_steps:
             log.info("All %d steps are done already (train.num_steps); nothing to train", num_steps)
             return state
+        stop.begin(config.runtime.grace_s)
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
@@ -145,6 +152,8 @@ class _Session:
             with bar:
                 pending = None  # the step launched last, whose metrics are still on the devices
                 for step in range(self.start + 1, num_steps + 1):
+                    if not stop.proceed():
+                        break
                     batch = self.program.put_batch(next(batches))
                     rate = np.float32(learning_rate(config, steps_done=step - 1))
                     state, metrics = self.step_compiled(state, batch, rate)
@@ -160,13 +169,28 @@ class _Session:
                         self.throughput.pause()
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
-                    if save_now:
+                    if save_now and not stop.stopped():
                         self.lock.require_held()
                         self.checkpointer.save(step, state, self.facts)
+                if stop.stopped():
+                    if pending:
+                        self._finish(*pending, bar)
+                    self._save_and_stop(state)
+        except KeyboardInterrupt:  # where nobody has called `stop.install`
+            raise stop.error("", self.checkpointer.newest()) from None
         finally:
             batches.close()
         self.checkpointer.wait()
         return state
+
+    def _save_and_stop(self, state: TrainState) -> None:
+        """Saves what a signal has interrupted, and raises Stopped."""
+        step = int(state.step)
+        if self.checkpointer.should_save(step, last=True) and step > self.start:
+            self.lock.require_held()
+            self.checkpointer.save(step, state, self.facts)
+        self.checkpointer.wait()
+        raise stop.error(f"step {step} was the last", self.checkpointer.newest())
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
         """Waits for a step's metrics; shows and writes them when due; stops a run that goes nowhere."""
@@ -213,8 +237,10 @@ class _Session:
         """Held-out loss of the weights after `step`."""
         sums = {}
         for name, packed in self.corpus.eval.items():
-            batches = eval_batches(self.config, packed, self.program.eval_rows())
-            sums[name] = evaluate(self.program, self.program.eval_step, state.params, batches, self.eval_bytes[name])
+            batches = stop.while_proceeding(eval_batches(self.config, packed, self.program.eval_rows()))
+            sums[name] = evaluate(self.program, self.eval_step, state.params, batches, self.eval_bytes[name])
+            if stop.stopped():
+                return
             which = f" of {name}" if len(self.corpus.eval) > 1 else ""
             log.info("Step %d: %s", step, describe(sums[name], which))
         self.last_eval = together(sums)

@@ -161,6 +161,26 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
     )
 
 
+def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
+    """Settings of the data section that a folder determines: its tokenizer, and whether documents begin with BOS."""
+    path = pathlib.Path(folder)
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return {}
+    facts, rules = ({}, {})
+    try:
+        facts = json.loads((path / "tokenizer_config.json").read_text())
+        rules = json.loads((path / "tokenizer.json").read_text()).get("post_processor") or {}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError([f"{path}: tokenizer_config.json or tokenizer.json cannot be read as JSON: {error}"]) from error
+    bos = facts.get("bos_token")
+    bos = bos["content"] if isinstance(bos, dict) else bos
+    steps = [rules, *rules.get("processors", ())]
+    first = [step["single"][0].get("SpecialToken", {}).get("id") for step in steps if step.get("single")]
+    return {"tokenizer": str(folder), "add_bos": bool(bos and facts.get("add_bos_token", bos in first))}
+
+
 def settings_that_count(model: Mapping[str, Any]) -> dict[str, Any]:
     """Of a whole model section, the settings that determine its function and the shapes of its weights."""
     idle = {key for keys, holds in MEANING if not holds(model) for key in keys.split()} | FREE

@@ -50,6 +50,7 @@ class Export:
     parameters: dict[str, tables.Parameter]
     leaves: dict[str, jax.Array]
     whole: Any  # the sharding of what every device has
+    narrower: str  # the dtype the weights came in, where it is narrower than what is written
 
 
 def prepare(
@@ -96,7 +97,9 @@ def prepare(
     most = max(set(dtypes.values()), key=lambda name: sum(math.prod(shape) for n, shape in wanted.items() if dtypes[n] == name))
     text = next(name for name, short in NAMES.items() if short == most)
     config = config_json.to_json(model, text, config)
-    return Export(files, _index(files, before.get("index")), config, found, leaves, layout.sharding((), "activation"))
+    whole = layout.sharding((), "activation")
+    came = {name for name, short in NAMES.items() if short in {of for of, _ in kept.values()} - set(dtypes.values()) - {"F32"}}
+    return Export(files, _index(files, before.get("index")), config, found, leaves, whole, min(came, default=""))
 
 
 def write(export: Export, folder: pathlib.Path, workdir: pathlib.Path, gather: Callable[[str], list[str]]) -> None:

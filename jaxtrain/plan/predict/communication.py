@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping
 
 from jaxtrain.model.attention.cudnn import SQUARE
-from jaxtrain.plan import hlo
-from jaxtrain.plan.facts import Facts
-from jaxtrain.plan.roofline import Links
-from jaxtrain.plan.timeline import Timeline
+from jaxtrain.plan.predict.roofline import Links
+from jaxtrain.plan.read.collectives import Collective
+from jaxtrain.plan.read.hlo import Array, Instruction, Module
+from jaxtrain.plan.read.shapes import LocalShapes
 
 TINY_BYTES = LARGE_BYTES = 1 << 20
 TOLERANCE = 0.02  # by which an axis's bytes may differ from the closed form unflagged
@@ -74,31 +74,30 @@ class Communication:
 
 
 def communication(
-    module: hlo.Module,
-    collectives: list[hlo.Collective],
-    timeline: Timeline,
+    module: Module,
+    collectives: list[Collective],
+    waits: Mapping[int, float],
     links: Links,
-    facts: Facts,
+    shapes: LocalShapes,
     expected: Mapping[str, int],
     compute_dtype: str = "bfloat16",
 ) -> Communication:
     """The ledger of a compiled step.
 
     Args:
+      waits: id of a collective -> seconds that the computation waits for it in a step.
       expected: bytes a device sends per step along each axis, by the closed form.
     """
-    groups: dict[tuple, list[hlo.Collective]] = collections.defaultdict(list)
+    groups: dict[tuple, list[Collective]] = collections.defaultdict(list)
     for c in collectives:
         groups[c.computation, c.kind, c.axes, c.dtype, c.operands, c.asynchronous, c.exposed, c.loops].append(c)
-    lines = sorted(
-        (_line(module, group, timeline, links, facts) for group in groups.values()), key=lambda line: -line.bytes_per_step
-    )
+    lines = sorted((_line(group, waits, links, shapes) for group in groups.values()), key=lambda line: -line.bytes_per_step)
     sums = {
         what: _sums(lines, lambda line, what=what: getattr(line, what)) for what in ("bytes_per_step", "seconds", "waited_s")
     }
     flags = [
         *_flags(lines),
-        *_weight_flags(collectives, facts, compute_dtype),
+        *_weight_flags(collectives, shapes, compute_dtype),
         *_axis_flags(sums["bytes_per_step"], expected),
         *_attention_flags(module),
     ]
@@ -112,15 +111,15 @@ def communication(
     )
 
 
-def purpose(collective: hlo.Collective, facts: Facts) -> str:
+def purpose(collective: Collective, shapes: LocalShapes) -> str:
     """What a collective is for: by its axes, and by whose dimensions its largest operand has."""
-    dtype, dims = max((hlo.arrays(operand)[0] for operand in collective.operands), key=lambda a: math.prod(a[1]))
-    if dtype[0] in "sup" and dtype != "u8":
+    largest: Array = max(collective.operands, key=lambda array: math.prod(array.dims))
+    if largest.dtype[0] in "sup" and largest.dtype != "u8":
         return "other"
-    axes, weight = set(collective.axes), facts.weight(dims)
+    axes, weight = set(collective.axes), shapes.weight(largest.dims)
     of_rows = "tensor" in axes or "sequence" in axes and not (weight and collective.kind in _SUMS_AND_GATHERS)
     if of_rows and not {"data", "fsdp"} & axes:
-        return "activations" if collective.operand_bytes > LARGE_BYTES or facts.has_tokens(dims) else "other"
+        return "activations" if collective.operand_bytes > LARGE_BYTES or shapes.has_tokens(largest.dims) else "other"
     if collective.kind == "all-to-all":
         return "activations"
     if not weight:
@@ -128,14 +127,14 @@ def purpose(collective: hlo.Collective, facts: Facts) -> str:
     return "weights" if collective.kind == "all-gather" else "gradients"
 
 
-def _line(module, group, timeline, links, facts) -> Line:
+def _line(group, waits, links, shapes) -> Line:
     first = group[0]
     seconds = sum(links.seconds(c) * c.executions for c in group)
-    waited = sum(timeline.waits.get(key, 0.0) for key in {(c.computation, c.name) for c in group})
-    operands = collections.Counter(first.operands)
+    waited = sum(waits.get(key, 0.0) for key in {c.id for c in group})
+    operands = collections.Counter(map(str, first.operands))
     return Line(
         kind=first.kind,
-        purpose=purpose(first, facts),
+        purpose=purpose(first, shapes),
         axes=first.axes,
         dtype=first.dtype,
         operands=" ".join(f"{shape} x{count}" if count > 1 else shape for shape, count in operands.items()),
@@ -148,13 +147,13 @@ def _line(module, group, timeline, links, facts) -> Line:
         seconds=seconds,
         waited_s=waited,
         state=_state(first, waited / seconds if seconds else 0.0),
-        behind=_behind(module, first),
+        behind=_behind(first),
         loops=tuple(loop.trips for loop in first.loops),
         op_name=first.op_name,
     )
 
 
-def _state(collective: hlo.Collective, waited: float) -> str:
+def _state(collective: Collective, waited: float) -> str:
     if not collective.asynchronous:
         return "synchronous"
     if collective.exposed:
@@ -162,15 +161,13 @@ def _state(collective: hlo.Collective, waited: float) -> str:
     return "partly hidden" if waited > WAITED else "hidden"
 
 
-def _behind(module: hlo.Module, collective: hlo.Collective) -> str:
+def _behind(collective: Collective) -> str:
     """The products that run beside it, by what they are in the program."""
-    computation = module.computations[collective.computation]
-    names = [computation.by_name[name] for name in collective.hidden_by]
-    products = collections.Counter(_product(i) for i in names)
+    products = collections.Counter(map(_product, collective.hidden_by))
     return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in products.most_common(4))
 
 
-def _product(instruction: hlo.Instruction) -> str:
+def _product(instruction: Instruction) -> str:
     return "a loop" if instruction.opcode == "while" else product_name(instruction.op_name) or instruction.opcode
 
 
@@ -216,22 +213,20 @@ def _merged(flags: list[Flag]) -> tuple[Flag, ...]:
     return tuple(Flag(*key, size) for key, size in sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _weight_flags(collectives: list[hlo.Collective], facts: Facts, compute_dtype: str) -> list[Flag]:
+def _weight_flags(collectives: list[Collective], shapes: LocalShapes, compute_dtype: str) -> list[Flag]:
     """Gathers of weights in float32, and of the whole embedding table, which ids and rows should travel for instead."""
     wide: collections.Counter = collections.Counter()
     table: collections.Counter = collections.Counter()
-    embedding = next((leaf for leaf in facts.leaves if leaf.name == "embedder.table"), None)
-    tied = not any(leaf.name == "head.kernel" for leaf in facts.leaves)
+    embedding, tied = shapes.named("embedder.table", "working"), shapes.named("head.kernel", "working") is None
     for c in collectives:
         if c.kind != "all-gather" or "tensor" in c.axes:
             continue
         for operand in c.operands:
-            dtype, dims = hlo.arrays(operand)[0]
-            sent = math.prod(dims) * (4 if dtype == "f32" else 2) * (c.group_size - 1) * c.executions
-            weight = facts.weight(dims)
-            if weight and dtype == "f32" and compute_dtype != "float32" and math.prod(dims) * 4 >= LARGE_BYTES:
+            sent = operand.bytes * (c.group_size - 1) * c.executions
+            weight = shapes.weight(operand.dims)
+            if weight and operand.dtype == "f32" and compute_dtype != "float32" and operand.bytes >= LARGE_BYTES:
                 wide[weight.names] += sent
-            if embedding and not tied and tuple(d for d in dims if d > 1) == embedding.shapes["working"]:
+            if not tied and tuple(d for d in operand.dims if d > 1) == embedding:
                 table["embedder.table"] += sent
     flags = [
         Flag(
@@ -260,18 +255,13 @@ def _axis_flags(found: Mapping[str, int], expected: Mapping[str, int]) -> list[F
     return flags
 
 
-def _attention_flags(module: hlo.Module) -> list[Flag]:
+def _attention_flags(module: Module) -> list[Flag]:
     """cuDNN attention that is given a mask of all scores: it then computes all of them, causal or not.
 
     The small squares that `ring` cuts the diagonal into are meant.
     """
-    masks = [
-        instruction
-        for _, instruction in module.instructions()
-        if "__cudnn$fmhaScaleBias" in instruction.attributes
-        and '"mask_type": "NO_MASK"' in instruction.attributes
-        and int(re.search(r'"dimensions": \["\d+", "\d+", "(\d+)"', instruction.attributes)[1]) > SQUARE
-    ]
+    calls = [i.config["cudnn_fmha_backend_config"] for i in module.nodes.values() if "__cudnn$fmhaScaleBias" in i.target]
+    masks = [c for c in calls if c["mask_type"] == "NO_MASK" and int(c["intermediate_tensor_shape"]["dimensions"][2]) > SQUARE]
     if not masks:
         return []
     text = f"{len(masks)} attention kernels read a mask of all scores and skip none: causal attention could save half its time"

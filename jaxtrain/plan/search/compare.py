@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import ml_collections
-from rich.console import Console
-from rich.table import Table
 
 from jaxtrain.config import ConfigError, parse
 from jaxtrain.config.settings import SETTINGS
 from jaxtrain.config.suggest import nearest_key
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan import compile
-from jaxtrain.plan.advice import Change, changed
+from jaxtrain.plan.search.advice import Change, changed
+from jaxtrain.plan.show.content import Table, gib
 from jaxtrain.plan.study import Plan, study
 
 
@@ -58,27 +57,21 @@ def compare(config: ml_collections.ConfigDict, topology: compile.Topology, text:
     return columns
 
 
-def show(columns: list[Column], console: Console) -> None:
-    """Prints the table."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column(columns[0].key)
-    for title in ("peak GiB", "activations", "recomputed", "step ms", "exposed ms", "tokens/s", "MFU"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    for column in columns:
-        plan = column.plan
-        if plan is None:
-            table.add_row(column.value, *[""] * 7, column.problem)
-            continue
-        table.add_row(
-            column.value,
-            f"{plan.peak_bytes / 2**30:.2f}",
-            f"{plan.ledger.rows.get('activations', 0) / 2**30:.2f}",
-            percent(plan.recomputed_flops),
-            f"{1e3 * plan.timeline.step_s:.0f}",
-            f"{1e3 * plan.timeline.exposed_s:.1f}",
-            quantity(plan.tokens_per_s),
-            percent(plan.mfu) + (" fp8" if plan.mfu_of else ""),
-            plan.verdict,
-        )
-    console.print(table)
+def table(columns: list[Column]) -> Table:
+    """What compiled plans say of each value."""
+    titles = (columns[0].key, ">peak GiB", ">activations", ">recomputed", ">step ms", ">exposed ms", ">tokens/s", ">MFU", "")
+    return Table(titles, [(c.value, *_cells(c.plan), c.plan.verdict if c.plan else c.problem) for c in columns])
+
+
+def _cells(plan: Plan | None) -> tuple[str, ...]:
+    if plan is None:
+        return ("",) * 7
+    return (
+        gib(plan.peak_bytes),
+        gib(plan.ledger.rows.get("activations", 0)),
+        percent(plan.recomputed_flops),
+        f"{1e3 * plan.timeline.step_s:.0f}",
+        f"{1e3 * plan.timeline.exposed_s:.1f}",
+        quantity(plan.tokens_per_s),
+        percent(plan.mfu) + (" fp8" if plan.mfu_of else ""),
+    )

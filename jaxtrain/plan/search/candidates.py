@@ -20,9 +20,10 @@ from jaxtrain.hardware import flops
 from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
 from jaxtrain.parallel import context_layout as context
-from jaxtrain.plan import closed_form, compile, roofline
-from jaxtrain.plan.advice import Change
-from jaxtrain.plan.roofline import RATES
+from jaxtrain.plan import compile
+from jaxtrain.plan.predict import closed_form, roofline
+from jaxtrain.plan.predict.roofline import RATES
+from jaxtrain.plan.search.advice import Change
 from jaxtrain.remat.activations import KEPT
 from jaxtrain.train.optimizer import STATE_NAMES
 

@@ -7,13 +7,14 @@ than a kernel's launch. Collectives follow the usual model of rings: a latency p
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 
 from jaxtrain.hardware.gpus import Gpu
-from jaxtrain.plan import hlo
+from jaxtrain.plan.read.collectives import Collective, kind
+from jaxtrain.plan.read.hlo import Computation, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier iota "
     "add-dependency domain while conditional call".split()
 )
-_FLOAT32_PER_CORE = 2  # FLOPs of a float32 unit per clock: a fused multiply-add
+_SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,111 +73,84 @@ def _peak(gpu: Gpu, dtype: str) -> float:
     return gpu.bf16_flops
 
 
-def cost(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> Cost:
+def cost(module: Module, instruction: Instruction) -> Cost:
     """What one instruction needs; what it calls is counted with it, but for loops, branches and calls."""
-    opcode = instruction.opcode.removesuffix("-start")
-    if opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
+    inner, operands = module.unwrapped(instruction), module.operands(instruction)
+    if inner.opcode.removesuffix("-start") in _FREE or instruction.opcode.endswith(("-done", "-update")):
         return Cost()
-    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    if opcode == "custom-call" and target and "fmha" in target[1]:
-        return _attention(computation, instruction, target[1])
-    flops, dtype = _product(module, computation, instruction)
-    return Cost(flops=flops, bytes=_bytes(module, computation, instruction), dtype=dtype)
+    if inner.opcode == "custom-call" and "fmha" in inner.target:
+        return _attention(inner, operands)
+    flops, dtype = _product(module, inner)
+    return Cost(flops=flops, bytes=_bytes(module, instruction, operands), dtype=dtype)
 
 
-def _product(module, computation, instruction) -> tuple[float, str]:
+def _product(module: Module, instruction: Instruction) -> tuple[float, str]:
     """FLOPs of the matrix products in an instruction, and the dtype of their operands."""
-    if instruction.opcode == "custom-call":
-        note = instruction.backend_config.get("gemm_backend_config", {})
-        numbers = note.get("dot_dimension_numbers")
-        if not numbers:
-            return 0.0, "bf16"
-        return _dot(computation, instruction, [int(d) for d in numbers.get("lhs_contracting_dimensions", [])])
-    if instruction.opcode == "dot":
-        dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        return _dot(computation, instruction, [int(d) for d in dims[1].split(",") if d] if dims else [])
+    if dims := instruction.contracting_dims:
+        left = module.nodes[instruction.operands[0]].arrays[0]
+        return 2.0 * math.prod(instruction.arrays[0].dims) * math.prod(left.dims[d] for d in dims), left.dtype
     total, dtype = 0.0, "bf16"
-    if instruction.opcode in ("fusion", "fusion-start", "async-start"):
-        for name in instruction.called:
-            inner = module.computations[name]
-            for candidate in inner.instructions:
-                if candidate.opcode in ("dot", "fusion", "custom-call", "scaled-dot"):
-                    flops, found = _product(module, inner, candidate)
-                    total, dtype = total + flops, found if flops else dtype
+    if instruction.opcode == "fusion":
+        for inner in module.computations[instruction.called[0]].instructions:
+            if inner.opcode in ("dot", "fusion", "custom-call"):
+                flops, found = _product(module, inner)
+                total, dtype = total + flops, found if flops else dtype
     return total, dtype
 
 
-def _dot(computation, instruction, contracting) -> tuple[float, str]:
-    left = computation.by_name.get(instruction.operands[0])
-    if left is None:
-        return 0.0, "bf16"
-    dtype, dims = hlo.arrays(left.shape)[0]
-    out = hlo.arrays(instruction.shape)[0][1]
-    return 2.0 * math.prod(out) * math.prod(dims[d] for d in contracting), dtype
-
-
-def _attention(computation, instruction, target) -> Cost:
+def _attention(call: Instruction, operands: list[Instruction]) -> Cost:
     """4 B N T S H forward, 10 backward (5 products of 2); half of it where the kernel itself masks causally."""
-    shapes = [hlo.arrays(computation.by_name[name].shape) for name in instruction.operands if name in computation.by_name]
-    scores = instruction.backend_config.get("cudnn_fmha_backend_config", {})
+    scores = call.config.get("cudnn_fmha_backend_config", {})
     dims = [int(d) for d in scores.get("intermediate_tensor_shape", {}).get("dimensions", [])]
-    head_dim = shapes[0][0][1][-1] if shapes and shapes[0] else 0
-    backward = "Backward" in target
-    flops = (10.0 if backward else 4.0) * math.prod(dims) * head_dim if dims else 0.0
+    backward = "Backward" in call.target
+    flops = (10.0 if backward else 4.0) * math.prod(dims) * operands[0].arrays[0].dims[-1] if dims else 0.0
     if "CAUSAL" in str(scores.get("mask_type", "")):
         flops /= 2
-    size = sum(hlo.shape_bytes(computation.by_name[name].shape) for name in instruction.operands if name in computation.by_name)
-    return Cost(attention_flops=flops, bytes=size + hlo.shape_bytes(instruction.shape), backward=backward)
+    return Cost(attention_flops=flops, bytes=call.bytes + sum(operand.bytes for operand in operands), backward=backward)
 
 
-def _bytes(module, computation, instruction) -> float:
+def _bytes(module: Module, instruction: Instruction, operands: list[Instruction]) -> float:
     """What is read and written: of operands that are only sliced the slices, of results that are updated the updates."""
-    opcode = instruction.opcode
-    operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
-    sizes = [hlo.shape_bytes(operand.shape) for operand in operands]
-    out = hlo.shape_bytes(instruction.shape)
-    if opcode in ("fusion-start", "async-start"):
+    sizes, out, inner = [operand.bytes for operand in operands], instruction.bytes, module.unwrapped(instruction)
+    if inner is not instruction:
         out = max(0, out - sum(sizes))  # the shape of a start holds operands and results
-    if opcode in ("dynamic-slice", "slice", "gather"):
+    if inner.opcode in _SLICES:
         return 2 * out
-    if opcode == "dynamic-update-slice":
+    if inner.opcode == "dynamic-update-slice":
         return 2 * sizes[1]
-    if opcode == "copy-start" or opcode.removesuffix("-start") in hlo.KINDS:
+    if inner.opcode == "copy-start" or kind(inner):
         return 0
-    if opcode in ("fusion", "fusion-start", "async-start") and instruction.called:
-        touched, updated = _touched(module.computations[instruction.called[0]])
+    if inner.opcode == "fusion":
+        touched, updated = _touched(module, module.computations[inner.called[0]])
         read = sum(min(size, touched.get(number, size)) for number, size in enumerate(sizes))
         return read + (updated if updated is not None else out)
     return sum(sizes) + out
 
 
-def _touched(inner: hlo.Computation) -> tuple[dict[int, int], int | None]:
+def _touched(module: Module, inner: Computation) -> tuple[dict[int, int], int | None]:
     """Parameter -> bytes read of it where it is only sliced; and bytes written where the result is an update in place."""
-    users: dict[str, list[tuple[hlo.Instruction, int]]] = {}
+    users: dict[int, list[tuple[Instruction, int]]] = collections.defaultdict(list)
     for instruction in inner.instructions:
         for place, operand in enumerate(instruction.operands):
-            users.setdefault(operand, []).append((instruction, place))
+            users[operand].append((instruction, place))
 
-    def read(name: str) -> int | None:
+    def read(array: Instruction) -> int | None:
         total = 0
-        for user, place in users.get(name, []):
-            if user.opcode in ("dynamic-slice", "slice", "gather") and place == 0:
-                total += hlo.shape_bytes(user.shape)
-            elif user.opcode == "dynamic-update-slice" and place == 0:
-                continue
-            elif user.opcode == "bitcast":
-                if (more := read(user.name)) is None:
-                    return None
+        for user, place in users[array.id]:
+            if user.opcode in _SLICES and place == 0:
+                total += user.bytes
+            elif user.opcode == "bitcast" and (more := read(user)) is not None:
                 total += more
-            else:
+            elif user.opcode != "dynamic-update-slice" or place:
                 return None
         return total
 
-    touched = {i.parameter: size for i in inner.instructions if i.parameter is not None and (size := read(i.name)) is not None}
+    parameters = (i for i in inner.instructions if i.opcode == "parameter")
+    touched = {i.parameter: size for i in parameters if (size := read(i)) is not None}
     updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
     updated = None
-    if updates and any(i.is_root and i.opcode in ("dynamic-update-slice", "bitcast", "tuple") for i in inner.instructions):
-        updated = sum(hlo.shape_bytes(inner.by_name[i.operands[1]].shape) for i in updates)
+    if updates and inner.root.opcode in ("dynamic-update-slice", "bitcast", "tuple"):
+        updated = sum(module.nodes[i.operands[1]].bytes for i in updates)
     return touched, updated
 
 
@@ -212,7 +186,7 @@ class Links:
         share = len(members) / len({device // self.per_node for device in members})  # devices of the group in a node
         return min(inside, self.rates.network * self.gpu.network_bytes_per_s * share)
 
-    def seconds(self, collective: hlo.Collective) -> float:
+    def seconds(self, collective: Collective) -> float:
         """Time of one execution alone on its link."""
         n = collective.group_size
         if n < 2 and collective.kind != "collective-permute":

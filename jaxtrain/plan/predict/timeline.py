@@ -1,4 +1,4 @@
-"""Walks XLA's schedule: when each operation would run, on one stream that computes and one for each kind of link.
+"""Simulates XLA's schedule: when each operation would run, on one stream that computes and one for each kind of link.
 
 An operation starts when the one before it ends; a collective starts when its link is free and the computation waits for it
 only where the schedule has its end. A loop's second iteration stands for all that follow. The result is an estimate by
@@ -12,10 +12,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from jaxtrain.plan import hlo, roofline
-from jaxtrain.plan.roofline import RATES, Links, Rates
+from jaxtrain.plan.predict import roofline
+from jaxtrain.plan.predict.roofline import RATES, Links, Rates
+from jaxtrain.plan.read import hlo
+from jaxtrain.plan.read.collectives import Collective
+from jaxtrain.plan.read.hlo import Computation, Instruction, Module
 
-Key = tuple[str, str]  # computation, instruction
 MAX_SPANS = 4000
 
 
@@ -39,7 +41,7 @@ class Timeline:
         bubble_s: waiting for other pipeline stages; the five add up to it, but for copies from the host that are waited for
         (host_s).
       communication_s: what all collectives take, hidden or not.
-      waits: collective -> seconds waited for it per step; times: collective -> seconds of one execution alone.
+      waits: id of a collective -> seconds waited for it per step; times: the same -> seconds of one execution alone.
       strips: name -> spans of one iteration of a loop over layers ("forward", "backward").
       strip_s: strip -> seconds of that iteration.
       flops: of products and attention as executed, recomputed ones too, on one device.
@@ -54,49 +56,49 @@ class Timeline:
     host_s: float
     communication_s: float
     flops: float
-    waits: dict[Key, float]
-    times: dict[Key, float]
+    waits: dict[int, float]
+    times: dict[int, float]
     strips: dict[str, tuple[Span, ...]]
     strip_s: dict[str, float]
-    uncounted: int  # loops whose number of turns is not known before they run
+    uncounted_loops: int  # loops whose number of iterations is not known before they run
 
 
-def walk(
-    module: hlo.Module,
-    collectives: list[hlo.Collective],
+def simulate(
+    module: Module,
+    collectives: list[Collective],
     links: Links,
-    turns: int = 1,
+    unknown_trips: int = 1,
     rates: Rates = RATES,
     busy: Mapping[str, float] | None = None,
 ) -> Timeline:
     """The timeline of a scheduled program.
 
     Args:
-      collectives: those of the program, as `hlo.collectives` gives them.
-      turns: of loops whose number of turns only their data say.
+      collectives: those of the program, as `collectives.collectives` gives them.
+      unknown_trips: iterations of loops whose number only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    walker = _Walker(module, {(c.computation, c.name): c for c in collectives}, links, turns, rates, busy or {})
-    walker.run(module.computations[module.entry])
-    total = walker.total
-    runs = {(c.computation, c.name): c.executions for c in reversed(collectives)}
-    times = {key: links.seconds(c) for key, c in walker.collectives.items()}
-    strips, strip_s = _strips(walker.loops)
+    simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, rates, busy or {})
+    simulation.run(module.computations[module.entry])
+    total = simulation.total
+    runs = {c.id: c.executions for c in reversed(collectives)}
+    times = {key: links.seconds(c) for key, c in simulation.collectives.items()}
+    strips, strip_s = _strips(simulation.loops)
     return Timeline(
-        step_s=walker.now,
+        step_s=simulation.now,
         product_s=total["product"],
         attention_s=total["attention"],
         memory_s=total["memory"],
-        exposed_s=sum(walker.waits.values()),
+        exposed_s=sum(simulation.waits.values()),
         bubble_s=total["bubble"],
         host_s=total["host"],
         communication_s=sum(times[key] * runs[key] for key in times),
         flops=total["flops"],
-        waits=dict(walker.waits),
+        waits=dict(simulation.waits),
         times=times,
         strips=strips,
         strip_s=strip_s,
-        uncounted=len(walker.uncounted),
+        uncounted_loops=len(simulation.uncounted_loops),
     )
 
 
@@ -107,46 +109,45 @@ class _Loop:
     trips: int
 
 
-class _Walker:
-    def __init__(self, module, collectives, links, turns, rates, busy):
-        self.module, self.collectives, self.links, self.turns = module, collectives, links, turns
+class _Simulation:
+    def __init__(self, module, collectives, links, unknown_trips, rates, busy):
+        self.module, self.collectives, self.links, self.unknown_trips = module, collectives, links, unknown_trips
         self.rates, self.busy = rates, busy
         self.now = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
-        self.pending: dict[str, tuple[float, Key | None]] = {}  # start -> when it ends, which collective
+        self.pending: dict[int, tuple[float, int | None]] = {}  # start -> when it ends, which collective
         self.total: collections.Counter = collections.Counter()
         self.waits: collections.Counter = collections.Counter()
-        self.costs: dict[Key, tuple[str, float, float]] = {}
+        self.costs: dict[int, tuple[str, float, float]] = {}
         self.spans: list[Span] = []
         self.loops: list[_Loop] = []
-        self.uncounted: set[Key] = set()
+        self.uncounted_loops: set[int] = set()
 
-    def run(self, computation: hlo.Computation) -> None:
+    def run(self, computation: Computation) -> None:
         """Advances by one execution of a computation."""
         for instruction in computation.instructions:
             if instruction.opcode == "while":
-                self._loop(computation, instruction)
+                self._loop(instruction)
             elif instruction.opcode in ("call", "conditional") and instruction.called:
                 self.run(self.module.computations[instruction.called[0]])
-            elif (computation.name, instruction.name) in self.collectives:
-                self._start(computation, instruction)
+            elif instruction.id in self.collectives:
+                self._start(instruction)
             elif instruction.opcode.endswith("-done"):
                 self._finish(instruction)
             elif instruction.opcode.endswith("-update"):
                 if instruction.operands and instruction.operands[0] in self.pending:
-                    self.pending[instruction.name] = self.pending.pop(instruction.operands[0])
+                    self.pending[instruction.id] = self.pending.pop(instruction.operands[0])
             elif instruction.opcode == "copy-start":
-                self._copy(computation, instruction)
+                self._copy(instruction)
             else:
-                self._compute(computation, instruction)
+                self._compute(instruction)
 
-    def _loop(self, around: hlo.Computation, instruction: hlo.Instruction) -> None:
-        body = re.search(r"\bbody=%?([\w.\-]+)", instruction.attributes)
-        trips = hlo.trip_count(self.module, around, instruction)
+    def _loop(self, instruction: Instruction) -> None:
+        trips = self.module.trip_count(instruction)
         if trips is None:
-            self.uncounted.add((around.name, instruction.name))
-            trips = self.turns
-        computation = self.module.computations[body[1]]
+            self.uncounted_loops.add(instruction.id)
+            trips = self.unknown_trips
+        computation = self.module.computations[instruction.called[0]]
         if trips >= 2:
             self.run(computation)
         start, before, waited, spans = self.now, self.total.copy(), self.waits.copy(), len(self.spans)
@@ -167,8 +168,8 @@ class _Walker:
             self.free[link] += later
         self.pending = {name: (end + later, key) for name, (end, key) in self.pending.items()}
 
-    def _start(self, computation, instruction) -> None:
-        key = computation.name, instruction.name
+    def _start(self, instruction: Instruction) -> None:
+        key = instruction.id
         collective = self.collectives[key]
         link = "network" if self.links.crosses(collective.axes) else "nvlink"
         begin = max(self.now, self.free[link])
@@ -176,16 +177,16 @@ class _Walker:
         self.free[link] = end
         self._span(link, collective.kind, f"{collective.kind} {','.join(collective.axes)} {collective.dtype}", begin, end)
         if collective.asynchronous:
-            self.pending[instruction.name] = end, key
+            self.pending[key] = end, key
         else:
             self._wait(end, key)
 
-    def _finish(self, instruction) -> None:
-        for name in instruction.operands:
-            if name in self.pending:
-                self._wait(*self.pending.pop(name))
+    def _finish(self, instruction: Instruction) -> None:
+        for operand in instruction.operands:
+            if operand in self.pending:
+                self._wait(*self.pending.pop(operand))
 
-    def _wait(self, end: float, key: Key | None) -> None:
+    def _wait(self, end: float, key: int | None) -> None:
         if end > self.now:
             if key:
                 self.waits[key] += end - self.now
@@ -194,21 +195,21 @@ class _Walker:
             self._span("compute", "wait", "waiting", self.now, end)
             self.now = end
 
-    def _copy(self, computation, instruction) -> None:
+    def _copy(self, instruction: Instruction) -> None:
         """To or from host memory on a link of its own; a copy on the device takes the memory's time."""
-        size = max((hlo.shape_bytes(f"{t}[{','.join(map(str, d))}]") for t, d in hlo.arrays(instruction.shape)), default=0)
-        if "S(5)" not in instruction.shape:
+        size = max((array.bytes for array in instruction.arrays), default=0)
+        if all(array.space != hlo.HOST for array in instruction.arrays):
             self._advance("memory", 2 * size / (self.rates.memory * self.links.gpu.memory_bytes_per_s), instruction)
             return
         begin = max(self.now, self.free["host"])
         self.free["host"] = end = begin + size / (self.rates.host * self.links.gpu.host_bytes_per_s)
         self._span("host", "copy", "copy to or from the host", begin, end)
-        self.pending[instruction.name] = end, None
+        self.pending[instruction.id] = end, None
 
-    def _compute(self, computation, instruction) -> None:
-        key = computation.name, instruction.name
+    def _compute(self, instruction: Instruction) -> None:
+        key = instruction.id
         if key not in self.costs:
-            cost = roofline.cost(self.module, computation, instruction)
+            cost = roofline.cost(self.module, instruction)
             kind = "attention" if cost.attention_flops else "product" if cost.flops else "memory"
             self.costs[key] = kind, cost.seconds(self.links.gpu, self.rates), cost.flops + cost.attention_flops
         kind, seconds, flops = self.costs[key]

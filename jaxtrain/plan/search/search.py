@@ -21,9 +21,10 @@ import ml_collections
 
 import jaxtrain
 from jaxtrain.config import ConfigError
-from jaxtrain.plan import candidates, compile
-from jaxtrain.plan.advice import Change, changed
-from jaxtrain.plan.candidates import Candidate
+from jaxtrain.plan import compile
+from jaxtrain.plan.search import candidates
+from jaxtrain.plan.search.advice import Change, changed
+from jaxtrain.plan.search.candidates import Candidate
 from jaxtrain.plan.study import study, usable_bytes
 
 BETTER = 1.05  # what is left is compiled while it is expected to take no longer than so many times the best so far
@@ -200,18 +201,18 @@ def _code() -> str:
 def override_file(base: str, result: Result) -> str:
     """A config file that takes the settings of `base` and changes what the result changes."""
     file, _, argument = base.partition(":")
-    lines = [f"    config.{key} = {value!r}" for key, value in result.settings.items()]
+    lines = [f"    config.{key} = {value!a}" for key, value in result.settings.items()]
     return "\n".join(
         [
-            f'"""{base} as laid out by python -m jaxtrain.tune: {result.reason}."""',
+            ascii(f"{base} as laid out by python -m jaxtrain.tune: {result.reason}."),  # whatever signs the path has
             "",
             "from __future__ import annotations",
             "",
             "import runpy",
             "",
             "",
-            f"def get_config(arg={argument!r}):",
-            f"    make = runpy.run_path({str(pathlib.Path(file).resolve())!r})['get_config']",
+            f"def get_config(arg={argument!a}):",
+            f"    make = runpy.run_path({str(pathlib.Path(file).resolve())!a})['get_config']",
             "    config = make(arg) if arg else make()",
             *lines,
             "    return config",

@@ -1,0 +1,1 @@
+"""Searching for layouts and settings: candidates, the compiler as judge, advice, comparison."""

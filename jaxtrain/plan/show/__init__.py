@@ -1,0 +1,1 @@
+"""Showing a plan: tables that terminal and page share, drawings, JSON."""

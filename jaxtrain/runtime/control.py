@@ -1,0 +1,278 @@
+"""What one process knows of the others of its run, and how it ends with them. Needs no JAX; alone, everything is trivial.
+
+`join` connects to the hub in process 0 (`jaxtrain.runtime.hub`). From then on a thread gives signs of life and ends this
+process with one line when another one failed, died or froze: whatever the main thread does meanwhile, in a compiler or a
+collective, it would not come back. `gather`, `agree` and `meet` are called by every process in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.config import ConfigError
+from jaxtrain.errors import UserError
+from jaxtrain.runtime import hub
+from jaxtrain.runtime.cluster import Processes
+
+_OF_CONNECTIONS = ("gloo", "Gloo", "NCCL", "onnection", "UNAVAILABLE", "DEADLINE", "coordination")
+on_stop: tuple[Callable, Callable] | None = None  # what to do when a process asks for a stop: see `jaxtrain.runtime.stop`
+at_end: list[Callable[[], None]] = []  # what `end` does first: it skips everything else that Python would do
+current: Channel | None = None  # None: this process is alone
+
+
+def join(processes: Processes, timeout_s: float, heartbeat_timeout_s: float) -> Channel:
+    """Connects to all other processes; process 0 starts the hub.
+
+    Raises:
+      ConfigError: processes of another number or count are there already.
+      UserError: not all came within `timeout_s`, or process 0 cannot listen at its address.
+    """
+    global current
+    channel = Channel(processes, heartbeat_timeout_s)
+    channel.start(timeout_s)
+    current = channel
+    return channel
+
+
+def gather(value: Any) -> list[Any]:
+    """Every process's JSON value, in order of process, on every process; also a barrier."""
+    return current.exchange("gather", value) if current else [value]
+
+
+def meet() -> None:
+    """Returns when every process has called it."""
+    gather(None)
+
+
+def agree(facts: dict[str, Any]) -> None:
+    """Compares JSON facts with those of all processes. Raises ConfigError, with both values, on every process if any differ."""
+    if current and (problems := current.exchange("agree", facts)):
+        raise ConfigError(problems)
+
+
+def compiled_together(function: Any) -> Callable[..., Any]:
+    """A jitted function that is compiled at its first call, on all processes, before any of them runs it: collectives wait less
+    long for each other than compilations may differ."""
+    compiled = []
+
+    def call(*arguments):
+        if not compiled:
+            compiled.append(function.lower(*arguments).compile())
+            meet()
+        return compiled[0](*arguments)
+
+    return call
+
+
+def close() -> None:
+    """Waits for all processes to come here; afterwards the end of another is its own affair."""
+    if current and not current.closing:
+        current.exchange("end", None)
+
+
+def fail(text: str) -> None:
+    """Tells all others that this process ends because of an error of its own; returns when they know."""
+    if current and not current.closing:
+        current.fail(text)
+
+
+def await_verdict(error: Exception) -> None:
+    """Gives the channel time to end this process with a reason, if `error` looks like the loss of another process."""
+    if current and not current.closing and any(word in str(error) for word in _OF_CONNECTIONS):
+        time.sleep(hub.SETTLE_S + 3)
+
+
+def end(code: int) -> None:
+    """Ends this process now, from any thread, with its child processes and without waiting for anybody."""
+    for clean_up in at_end:
+        with contextlib.suppress(Exception):
+            clean_up()
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)
+
+
+def say(text: str) -> None:
+    """Prints one line, also while a progress bar is shown."""
+    bar = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
+    print(f"{bar}{text}", file=sys.stderr, flush=True)
+
+
+class Channel:
+    """This process's connection to the hub. `hosts`: the host name of every process."""
+
+    def __init__(self, processes: Processes, heartbeat_timeout_s: float):
+        self.processes = processes
+        self.interval_s = min(2.0, heartbeat_timeout_s / 10)
+        self.silence_s = heartbeat_timeout_s - 2 * self.interval_s  # so that all have ended when the setting's time is over
+        self.silence_text = f"gave no sign of life for {self.silence_s:.0f} s"
+        self.hosts: list[str] = []
+        self.service_port = free_port() if processes.index == 0 else 0  # of JAX's service, on loopback
+        self.closing = False
+        self._loop = asyncio.new_event_loop()
+        self._results: dict[int, asyncio.Future] = {}
+        self._round = 0
+        self._noted = threading.Event()
+        self._tasks: list[asyncio.Task] = []
+
+    def start(self, timeout_s: float) -> None:
+        """Connects, and returns when all processes are there."""
+        threading.Thread(target=self._loop.run_forever, name="control", daemon=True).start()
+        self._run(self._join(timeout_s))
+
+    def exchange(self, kind: str, value: Any) -> Any:
+        """The hub's answer to one value from each process. It waits as long as all give signs of life."""
+        self._round += 1
+        return self._run(self._exchange(kind, self._round, value))
+
+    def ask_to_stop(self, signal_name: str) -> None:
+        """Asks all processes to stop at the same step; the answer comes through `freeze` and `decide`."""
+        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, stop=signal_name))
+
+    def fail(self, text: str) -> None:
+        """See the function of this name."""
+        self.closing = True
+        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, failed=text.strip().splitlines()[0][:500]))
+        self._noted.wait(hub.SETTLE_S + 1)
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _join(self, timeout_s: float) -> None:
+        index, count = self.processes.index, self.processes.count
+        host, port = split_address(self.processes.coordinator)
+        deadline = self._loop.time() + timeout_s
+        where = f"process {index} of {count}, coordinator {self.processes.coordinator}"
+        late = f"{where}: start-up not complete after {timeout_s:g} s (runtime.init_timeout_s): "
+        if index == 0:
+            self._hub = hub.Hub(count, self.service_port, self.silence_s, self.interval_s)
+            try:
+                listening = bind_addresses(host)
+                await asyncio.start_server(self._hub.serve, listening, port, limit=hub.LINE_LIMIT)
+            except OSError as error:
+                raise UserError(
+                    f"runtime.coordinator_address={self.processes.coordinator}: process 0 ({socket.gethostname()}) cannot "
+                    f"listen there: {error.strerror or error}. Is it an address of this host, and the port free? Where others "
+                    "reach this host by an address that it does not have itself, set JAX_COORDINATOR_BIND_ADDRESS"
+                ) from error
+            host = listening[0]
+        try:
+            self._reader, self._writer = await hub.connect(host, port, deadline)
+        except OSError as error:
+            raise UserError(
+                f"{late}process 0 is not there, or not reachable at this address ({error.strerror or error}); see its log, and "
+                "check names, interfaces and firewalls"
+            ) from error
+        hub.send(self._writer, hello=index, count=count, host=socket.gethostname(), pid=os.getpid())
+        try:
+            patience = max(0.1, deadline - self._loop.time()) + (2 if index else 0)  # process 0 knows better who is missing
+            message = await asyncio.wait_for(hub.read(self._reader), patience)
+        except TimeoutError:
+            if index:
+                raise UserError(f"{late}process 0 does not answer; see its log") from None
+            absent = f"of the other processes these did not come: {self._hub.missing()}; see their logs, and whether they "
+            absent += "can reach this address (names, interfaces, firewalls)"
+            self._hub.tell_all(late=absent)
+            raise UserError(late + absent) from None
+        except hub.Closed:
+            raise UserError(f"{where}: process 0 ended; see its log") from None
+        if "refused" in message:
+            raise ConfigError([message["refused"]])
+        if "start" not in message:
+            raise UserError(f"{late}{message.get('late') or message.get('ended') or 'another process ended'}")
+        self.hosts = message["start"]
+        self._seen = time.monotonic()
+        if index:
+            server = await asyncio.start_server(self._tunnel, "127.0.0.1", 0)
+            self.service_port = server.sockets[0].getsockname()[1]
+        self._tasks = [self._loop.create_task(self._listen()), self._loop.create_task(self._beat())]
+
+    async def _tunnel(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await hub.connect(*split_address(self.processes.coordinator), self._loop.time() + 60)
+        hub.send(far[1], tunnel=True)
+        await asyncio.gather(hub.pump(reader, far[1]), hub.pump(far[0], writer))
+
+    async def _exchange(self, kind: str, number: int, value: Any) -> Any:
+        self._results[number] = self._loop.create_future()
+        hub.send(self._writer, round=number, kind=kind, value=value)
+        return await self._results[number]
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                message = await hub.read(self._reader)
+                self._seen = time.monotonic()
+                if "round" in message:
+                    self.closing = self.closing or message["last"]
+                    self._results.pop(message["round"]).set_result(message["value"])
+                elif "fence" in message:
+                    hub.send(self._writer, fence=on_stop and on_stop[0](message["fence"]))
+                elif "stop_at" in message:
+                    self.closing = self.closing or message["stop_at"] is None
+                    on_stop[1](message["stop_at"], message["reason"]) if on_stop else end(1)
+                elif "ended" in message and not self.closing:
+                    if message["own_error"]:  # an error that all share is said better by this process itself
+                        await asyncio.sleep(1)
+                    self._end(message["ended"])
+                elif "noted" in message:
+                    self._noted.set()
+        except hub.Closed:
+            self._noted.set()
+            self._end(f"process 0 ({self.hosts[0]}) is gone: it was killed, or its host failed")
+
+    async def _beat(self) -> None:
+        while not self.closing:
+            hub.send(self._writer, beat=True)
+            await asyncio.sleep(self.interval_s)
+            if time.monotonic() - self._seen > self.silence_s:
+                self._end(f"process 0 ({self.hosts[0]}) {self.silence_text}: frozen, or cut off")
+
+    def _end(self, text: str) -> None:
+        if not self.closing:
+            say(f"error: {text}; process {self.processes.index} ({socket.gethostname()}) ends with it")
+            end(1)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT, or [HOST]:PORT of IPv6, in two."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def bind_addresses(host: str) -> list[str]:
+    """Addresses to listen at for those who know this host as `host`, and no other.
+
+    A host whose own name is in its table of names with a loopback address, as Debian's installer writes it, is known to others
+    by another one: that of the route to the outside is added.
+    """
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        host = split_address(given)[0] if ":" in given else given
+    found = list(dict.fromkeys(info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+    name = host if host != "localhost" and host not in found else ""
+    if name and all(ipaddress.ip_address(address).is_loopback for address in found):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # an address that nobody has: no packet is sent
+            found.append(probe.getsockname()[0])
+    return found
+
+
+def free_port() -> int:
+    """A loopback TCP port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
