@@ -22,7 +22,7 @@ from jaxtrain.model.layers import Linear
 from jaxtrain.model.mlp import ACTIVATIONS, GATED
 from jaxtrain.model.moe.dispatch import Blocks, Plan, Sizes, blocks_of, give_back, plan, round_of, rows_of, sizes, swap
 from jaxtrain.model.moe.router import Routes, capacity
-from jaxtrain.model.products import Product, peaks
+from jaxtrain.model.products import Product, peaks, plain
 from jaxtrain.parallel.parameters import Weight
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import named
@@ -185,6 +185,8 @@ def _output(settings, weights, arrived, hidden) -> jax.Array:
 def _peaks(settings, down, arrived, hidden):
     """`products.peaks` of the down product: of its inputs [blocks, block, 1], and of its weights [E, D, 1]."""
     (rows, gates, blocks), (s, kind, product) = arrived, settings
+    if product is plain:
+        return None, None
     weighted = _activated(kind, hidden, _take(gates, blocks.source)).astype(rows.dtype)
     return peaks(product, s.layout, (weighted, 2), (down, 2))
 
