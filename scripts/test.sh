@@ -15,5 +15,5 @@ fi
 cd "$ROOT"
 "$VENV_PYTHON" -m ruff check . || die "ruff found the problems above; many are mended by: $VENV_PYTHON -m ruff check --fix ."
 "$VENV_PYTHON" -m mypy || die "mypy found the problems above (section tool.mypy of pyproject.toml)"
-# One worker per core, each file in one worker: tests of a file share what they compile.
-exec "$VENV_PYTHON" -m pytest -n auto --dist loadfile "$@"
+# One worker per core, each file in one worker: tests of a file share what they compile. tests/conftest.py orders the files.
+exec "$VENV_PYTHON" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"

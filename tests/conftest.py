@@ -15,3 +15,23 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Files that take longest, longest first: begun last, one would keep a worker busy when the others are done.
+LONGEST = (
+    "layouts",
+    "pipeline",
+    "layouts_tensor",
+    "main",
+    "plan_llama",
+    "gpu_program",
+    "plan_report",
+    "parity",
+    "gpu_pipeline",
+    "products",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Starts with the files of LONGEST. `scripts/test.sh` gives whole files to workers, in this order."""
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -5,6 +5,7 @@ import functools
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from jaxtrain import config as configs
 from jaxtrain.command_line import command
 from jaxtrain.config import default_config
 from jaxtrain.config.validate import problems
+from jaxtrain.model import products
 from jaxtrain.parallel import sharding
 from jaxtrain.parallel.head_layout import head_layout
 from jaxtrain.parallel.parameters import Place
@@ -241,6 +243,29 @@ def test_key_value_heads_mixed_up(monkeypatch, path, capsys):
     monkeypatch.setattr(Place, "_own_heads", next_head)
     assert run(monkeypatch, path, False) == 1
     assert {"loss", "blocks.attention.key.kernel", "blocks.attention.value.kernel"} <= set(verdict(capsys))
+
+
+@pytest.mark.slow
+def test_fp8_is_compared_in_fp8(monkeypatch, path):
+    """Key/value heads are replicated here. The fault: a scale of what the device has, as fp8 once had it."""
+    small = miniature.shrink(configs.load(path, [("precision.products", "fp8")]))
+    assert small.precision.products == parity.plain(small).precision.products == "fp8"
+    wanted = parity.measure(parity.plain(small), with_steps=False)
+    assert wanted.loss != reference(path).loss
+
+    def differing():
+        got = parity.measure(small, wanted.start, with_steps=False)
+        return parity.differing(parity.judge(got, wanted, parity.tolerances(small)))
+
+    assert differing() == []
+
+    def of_the_device(x, axes, kind, peak=None):
+        dtype, bits = kind
+        scale = jnp.max(jnp.abs(x)).astype(jnp.float32) / 2.0**bits + 1e-30
+        return (x / scale).astype(dtype), jnp.full([1 if i in axes else n for i, n in enumerate(x.shape)], scale)
+
+    monkeypatch.setattr(products, "_quantized", of_the_device)
+    assert {"loss", "blocks.mlp.down.kernel", "blocks.attention.key.kernel"} <= set(differing())
 
 
 def test_wrong_arguments_exit_with_2(path, capsys):

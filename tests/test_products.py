@@ -1,14 +1,22 @@
 """fp8 products: error bounds, dtypes, scales, training beside bfloat16, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from planned import needs_plugin
-from tiny import batch, config, host, program
+from tiny import assert_close, batch, config, host, program
 
 from jaxtrain.config import ConfigError
 from jaxtrain.model import products
+from jaxtrain.model.layers import Linear, _row
+from jaxtrain.parallel.collectives import all_gather
+from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.sharding import per_device
+from jaxtrain.parity.check import FP8
 from jaxtrain.plan import compile as compiler
 
 EQUATIONS = ["BTD,DNH->BTNH", "BTNH,DNH->BTD", "BTF,DF->BTD", "BTD,BTNH->DNH", "BTNH,BTD->DNH", "BTF,BTD->DF"]
@@ -52,6 +60,132 @@ def test_operands_are_e4m3_and_gradients_e5m2():
     assert dtypes(None) == ["float8_e4m3fn", "float8_e4m3fn", "float32"]
     assert dtypes(0) == ["float8_e5m2", "float8_e4m3fn", "float32"]
     assert dtypes(1) == ["float8_e4m3fn", "float8_e5m2", "float32"]
+
+
+def test_one_row_or_column_does_not_touch_another():
+    """Scales are a token's and an output's own: an outlier costs its own row and column, also where it lies along the sum."""
+    a, b = operands("BTD,DF->BTF")
+    equation = "BTD,DF->BTF"
+    before = np.asarray(products.fp8(equation, a, b, jnp.float32))
+    after = np.asarray(products.fp8(equation, a.at[1, 3].mul(1e9), b.at[:, 5].mul(1e9), jnp.float32))
+    keep = np.ones(before.shape, bool)
+    keep[1, 3], keep[:, :, 5] = False, False
+    np.testing.assert_array_equal(after[keep], before[keep])
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_scales_of_gradients_move_no_rounding(equation):
+    """A part of a sum, as a device has it, adds the same whether or not the other part is 2^16 times as large."""
+    a, b = operands(equation)
+    left, right, _ = equation.replace("->", ",").split(",")
+    for gradient in (0, 1):
+        letter = next(x for x in left if x in right)
+        axes, size = (left.index(letter), right.index(letter)), SIZES[letter]
+        loud = [jnp.arange(size) < size // 2] * 2
+        operand = [a, b]
+        shape = [size if axis == axes[gradient] else 1 for axis in range(operand[gradient].ndim)]
+        operand[gradient] = operand[gradient] * jnp.where(loud[0], 2.0**16, 1.0).reshape(shape)
+        whole = products.fp8(equation, *operand, jnp.float32, gradient)
+        parts = [
+            products.fp8(
+                equation,
+                *(jax.lax.slice_in_dim(x, *ends, axis=axis) for x, axis in zip(operand, axes, strict=True)),
+                jnp.float32,
+                gradient,
+            )
+            for ends in ((0, size // 2), (size // 2, size))
+        ]
+        # The other operand's scales are along this sum, of all of it: they stay the same when a part is taken.
+        np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=0, atol=1e-6 * float(jnp.abs(whole).max()))
+
+
+def test_what_is_not_finite_stays_so():
+    a, b = operands(EQUATIONS[0])
+    for value in (np.inf, -np.inf, np.nan):
+        for gradient in (None, 0, 1):
+            y = np.asarray(products.fp8(EQUATIONS[0], a.at[0, 3, 4].set(value), b, jnp.float32, gradient))
+            assert not np.isfinite(y[0, 3]).any()
+
+
+FLOAT32 = dict(precision__products="fp8", runtime__platform="cpu")  # between products, so that nothing else rounds
+EXPERTS = dict(
+    model__num_experts=8,
+    model__experts_per_token=2,
+    model__expert_mlp_dim=24,
+    model__num_shared_experts=1,
+    model__num_kv_heads=1,
+)
+LATENT = dict(
+    model__attention="mla",
+    model__head_dim=8,
+    model__qk_rope_head_dim=4,
+    model__v_head_dim=6,
+    model__kv_lora_rank=16,
+    model__q_lora_rank=16,
+    model__num_kv_heads=4,
+)
+MESHES = {
+    "data 2, fsdp 4": ({}, dict(mesh__data=2, mesh__fsdp=4)),
+    "tensor 2 in ring steps": ({}, dict(mesh__tensor=2)),
+    "tensor 4, replicated heads": ({}, dict(mesh__tensor=4, sharding__sequence_parallel=False, mesh__fsdp=2)),
+    "sequence 4": ({}, dict(mesh__sequence=4, memory__remat="full")),
+    "pipeline 2, gradients of weights later": (
+        {},
+        dict(mesh__pipeline=2, mesh__tensor=2, pipeline__schedule="zero_bubble", train__accumulation_steps=4),
+    ),
+    "experts": (EXPERTS, dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__expert_buffer_factor=1.0)),
+    "latent attention": (LATENT, dict(mesh__tensor=2, mesh__fsdp=2)),
+}
+
+
+@functools.cache
+def first_step(model, mesh):
+    """Loss and gradients, from weights whose first hidden unit and attention head are far larger than the others."""
+    c = config(**FLOAT32, **dict(model), **dict(mesh))
+    p = program(c)
+    rng = np.random.default_rng(0)
+
+    def start(path, x):
+        name = path[-2].key if len(path) > 1 else ""
+        weight = (0.1 * rng.normal(size=x.shape)).astype(np.float32) + np.float32(path[-1].key == "scale")
+        if name in ("up", "value") and x.ndim > 2:
+            weight[..., :1] *= 3e5
+        return jax.device_put(weight, x.sharding)
+
+    params = jax.tree_util.tree_map_with_path(start, p.abstract_state.params)
+    metrics, gradients = p.loss_and_grads(params, p.put_batch(batch(c)), np.int32(0))
+    return float(metrics["loss"]), host(gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_scales_do_not_depend_on_the_mesh(name):
+    """C47. Float32 activations, so that nearly all operands are equal to the bit; the bounds are those of `parity`."""
+    model, mesh = MESHES[name]
+    one, many = (first_step(tuple(model.items()), tuple(changes.items())) for changes in ({}, mesh))
+    assert abs(many[0] / one[0] - 1) < FP8.loss
+    assert_close(many[1], one[1], FP8.gradient)
+
+
+def test_row_parallel_outliers_reach_all_devices():
+    """To the bit: the scale of a token is that of the largest entry on all devices of `tensor`, in ring steps too."""
+    rng, results = np.random.default_rng(0), []
+    x = rng.normal(size=(2, 8, 64)).astype(np.float32)
+    x[..., 3] *= 2.0**14  # on the first device: others' entries leave the range of e4m3
+    w = np.round(4 * rng.normal(size=(16, 64))).astype(np.float32)
+    for mesh, changes in ((1, {}), (4, {}), (4, dict(overlap__collective_matmul=False))):
+        layout = program(config(mesh__tensor=mesh, **changes)).layout
+        linear = Linear(nnx.Rngs(0), w.shape, ("embed", "mlp"), 1.0, layout, product=products.fp8, row=True)
+
+        def device(x, w, layout=layout, linear=linear):
+            y = _row(x, Weight(w), "BTF,DF->BTD", layout, linear.product)
+            return (all_gather(layout, y, "tensor", 1) if layout.sequence_parallel else y,)
+
+        run = per_device(layout, device, [("activation", ("batch", "length", "heads")), ("storage", ("embed", "mlp"))], [None])
+        results.append(np.asarray(jax.jit(run)(x, w)[0], np.float64))
+    exact = np.einsum("BTF,DF->BTD", x, w)
+    for found in results[1:]:
+        np.testing.assert_allclose(found, results[0], rtol=0, atol=1e-6 * np.abs(exact).max(-1, keepdims=True).max())
 
 
 def test_training_stays_beside_bfloat16_on_one_device_and_on_many():

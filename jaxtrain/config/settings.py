@@ -265,8 +265,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "products": Setting(
             "compute",
-            "Matrix products of blocks in compute_dtype, or in fp8 with one scale per tensor (e4m3 forward, e5m2 gradients; "
-            "needs compute_dtype=bfloat16, and on NVIDIA a Hopper GPU or later).",
+            "Matrix products of blocks in compute_dtype, or in fp8 (e4m3 forward, e5m2 gradients) with a scale per token and "
+            "per output of a weight, which no mesh changes; needs compute_dtype=bfloat16, and on NVIDIA a Hopper GPU or later.",
             choices=("compute", "fp8"),
         ),
         "reduce_dtype": Setting(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.model.products import Product, plain
+from jaxtrain.model.products import Product, peaks, plain
 from jaxtrain.parallel.collective_matmul import gather_product, product_scatter
 from jaxtrain.parallel.collectives import all_gather, index, psum, reduce_scatter
 from jaxtrain.parallel.parameters import Pair, Weight
@@ -190,10 +190,15 @@ def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _row(x, weight, equation, layout, product):
-    def multiply(x):
-        return product(equation, x, weight.value, x.dtype)
+    x_peak, w_peak = peaks(product, layout, (x, 2), (weight.value, 1))
+    sources = [x] if x_peak is None else [x, x_peak]
 
-    return product_scatter(layout, multiply, [x])[0] if layout.collective_matmul else scatter_positions(layout, multiply(x))
+    def multiply(x, x_peak=None):
+        return product(equation, x, weight.value, x.dtype, peaks=(x_peak, w_peak))
+
+    if layout.collective_matmul:
+        return product_scatter(layout, multiply, sources)[0]
+    return scatter_positions(layout, multiply(*sources))
 
 
 def _row_forward(x, weight, equation, layout, product):
@@ -204,8 +209,10 @@ def _row_backward(equation, layout, product, residuals, g):
     x, weight = residuals
     back, weigh = _transposed(equation)
 
+    x_peak, w_peak = peaks(product, layout, (x, 2), (weight.value, 1))
+
     def multiply(g):
-        return [product(back, g, weight.value, g.dtype, gradient=0)]
+        return [product(back, g, weight.value, g.dtype, gradient=0, peaks=(None, w_peak))]
 
     if layout.collective_matmul:
         [dx], g = gather_product(layout, g, multiply, whole=True)
@@ -214,7 +221,7 @@ def _row_backward(equation, layout, product, residuals, g):
         [dx] = multiply(g)
         if weight.later:
             return dx, weight.gradient(Pair(x, between))
-    return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1))
+    return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1, peaks=(x_peak, None)))
 
 
 _row.defvjp(_row_forward, _row_backward)
@@ -224,7 +231,9 @@ def multiply_pair(pair: Pair, row: bool, layout: Layout, product: Product) -> ja
     """The float32 gradient [D, ...] of a `Linear`'s kernel, left for later by the backward of `columns` or `row`."""
     x, g = (pair.x, gather_positions(layout, pair.g)) if row else (gather_positions(layout, pair.x), pair.g)
     wide = "BT" + "NH"[: (x if row else g).ndim - 2]
-    return product(f"{wide},BTD->D{wide[2:]}" if row else f"BTD,{wide}->D{wide[2:]}", x, g, jnp.float32, gradient=1)
+    equation = f"{wide},BTD->D{wide[2:]}" if row else f"BTD,{wide}->D{wide[2:]}"
+    x_peak = peaks(product, layout, (x, 2))[0] if row else None
+    return product(equation, x, g, jnp.float32, gradient=1, peaks=(x_peak, None))
 
 
 def _transposed(equation: str) -> tuple[str, str]:
@@ -270,3 +279,25 @@ def summed_over_tensor(x: jax.Array, layout: Layout) -> jax.Array:
 summed_over_tensor.defvjp(
     lambda x, layout: (summed_over_tensor(x, layout), None), lambda layout, _, g: (gather_positions(layout, g),)
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def shared_by_replicas(x: jax.Array, layout: Layout) -> jax.Array:
+    """Keys or values [B, T, 1, H] of a head that neighbours along `tensor` have copies of; the first gets all of its gradient.
+
+    Else each would give its own part of the gradient to the products behind it: the same sum, but not where products round
+    their operands.
+    """
+    return x
+
+
+def _shared_by_replicas_backward(layout, _, g):
+    heads, device = layout.heads, index(layout, "tensor")
+    mine = device // heads.repeat
+    of_all = jnp.zeros((*g.shape[:2], heads.kv_heads, g.shape[3]), jnp.float32)
+    of_all = psum(layout, jax.lax.dynamic_update_slice_in_dim(of_all, g.astype(jnp.float32), mine, 2), "tensor")
+    total = jax.lax.dynamic_slice_in_dim(of_all, mine, 1, 2)
+    return (jnp.where(device % heads.repeat == 0, total, 0).astype(g.dtype),)
+
+
+shared_by_replicas.defvjp(lambda x, layout: (x, None), _shared_by_replicas_backward)

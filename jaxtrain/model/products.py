@@ -1,8 +1,18 @@
-"""Matrix products of the blocks: in compute dtype, or in fp8 with one scale per tensor.
+"""Matrix products of the blocks: in compute dtype, or in fp8 with scales that no mesh changes.
 
-fp8 (Micikevicius et al. 2022): activations and weights as e4m3, gradients as e5m2, each divided by its largest entry so that it
-fills the range (current scaling: no history to keep or to checkpoint); sums are float32 and multiplied by both scales. The
-quantization is Flax's. Head, embedding, attention and everything between products stay as they are.
+fp8 (Micikevicius et al. 2022): activations and weights are e4m3, gradients e5m2, sums float32. Operands are divided by scales
+so that they fill the range: powers of two, made of what is multiplied (current scaling: no history to keep or to checkpoint).
+
+- Forward: one scale per token of an activation and per output of a weight, from the largest entry along what is summed. Where
+  that is split over `tensor` (row-parallel products), it is the largest on all its devices (`peaks`): one small all-reduce.
+- Backward: activation and weight are the same fp8 numbers as in the forward. Their scales now lie along what is summed, so the
+  gradient is multiplied with them before it gets its own: one per token for the gradient of the input, one per output for that
+  of the weight, from the entries that the device has.
+
+Nothing of it depends on other rows, on the order of rows, or on the mesh. Of a gradient's scale that is so since it is a power
+of two: it moves no rounding but of entries below 2^-28 of the largest in their sum, less than float32 loses in that sum.
+
+Head, embedding, router, attention and everything between products stay as they are.
 """
 
 from __future__ import annotations
@@ -12,10 +22,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.linen import fp8_ops
 
-# `(equation, a, b, dtype, gradient) -> [...] dtype`: an einsum of two arrays; `gradient`: which of them is one (0, 1, None).
+from jaxtrain.parallel.collectives import pmax
+from jaxtrain.parallel.sharding import Layout
+
+# `(equation, a, b, dtype, gradient, peaks) -> [...] dtype`: an einsum of two arrays. `gradient`: which of them is one (0, 1);
+# None for activation times weight. `peaks`: of each array, what `peaks` says where it must be known; None: its own.
 Product = Callable[..., jax.Array]
+Peaks = tuple[jax.Array | None, jax.Array | None]
+
+# dtype, and the exponent of the power of two that scaled entries stay below.
+E4M3, E5M2 = (jnp.float8_e4m3fn, 8), (jnp.float8_e5m2, 15)
+SMALLEST = 2.0**-100  # peak: below it, entries are zero
 
 
 def make(kind: str) -> Product:
@@ -23,26 +41,71 @@ def make(kind: str) -> Product:
     return {"compute": plain, "fp8": fp8}[kind]
 
 
-def plain(equation: str, a: jax.Array, b: jax.Array, dtype: Any, gradient: int | None = None) -> jax.Array:
+def plain(
+    equation: str, a: jax.Array, b: jax.Array, dtype: Any, gradient: int | None = None, peaks: Peaks = (None, None)
+) -> jax.Array:
     """In the dtype of the arrays."""
     return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
-def fp8(equation: str, a: jax.Array, b: jax.Array, dtype: Any, gradient: int | None = None) -> jax.Array:
+def fp8(
+    equation: str, a: jax.Array, b: jax.Array, dtype: Any, gradient: int | None = None, peaks: Peaks = (None, None)
+) -> jax.Array:
     """In fp8."""
-    (a, a_scale), (b, b_scale) = (
-        _quantized(x, jnp.float8_e5m2 if number == gradient else jnp.float8_e4m3fn) for number, x in enumerate((a, b))
-    )
     left, right, out = equation.replace("->", ",").split(",")
     summed = [letter for letter in left if letter in right and letter not in out]
+    arrays, names = [a, b], (left, right)
+    scales = [None, None]
+    for number in (0, 1) if gradient is None else (1 - gradient,):
+        # Scales lie where the forward has its result; in the backward that is along the sum.
+        over = summed if gradient is None else [letter for letter in names[number] if letter not in summed]
+        arrays[number], scales[number] = _quantized(arrays[number], _axes(names[number], over), E4M3, peaks[number])
+    if gradient is not None:
+        g = arrays[gradient].astype(jnp.float32) * _spread(scales[1 - gradient], names[1 - gradient], names[gradient])
+        arrays[gradient], scales[gradient] = _quantized(g, _axes(names[gradient], summed), E5M2)
+        scales[1 - gradient] = None
     free = "".join(letter for letter in left + right if letter not in summed)
-    contracting = ([left.index(letter) for letter in summed], [right.index(letter) for letter in summed])
-    y = jax.lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
-    return (y * (a_scale * b_scale)).transpose([free.index(letter) for letter in out]).astype(dtype)
+    y = jax.lax.dot_general(
+        *arrays, ((_axes(left, summed), _axes(right, summed)), ((), ())), preferred_element_type=jnp.float32
+    ).transpose(_axes(free, out))
+    for scale, letters in zip(scales, names, strict=True):
+        y = y if scale is None else y * _spread(scale, letters, out)
+    return y.astype(dtype)
 
 
-def _quantized(x, fp8_dtype):
-    """x / scale as fp8, and the scale: a float32 scalar, 1 for a tensor of zeros."""
-    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    scale = fp8_ops.compute_scale(largest, jnp.ones((), jnp.float32), fp8_ops.get_fp8_max(fp8_dtype, jnp.float32))
-    return fp8_ops.quantize(x, fp8_dtype, scale, jnp.float32), scale
+def peaks(product: Product, layout: Layout, *arrays: tuple[jax.Array, int]) -> list[jax.Array | None]:
+    """Largest entries over `tensor` of what a row-parallel product sums: for `peaks` of the product. None where not needed.
+
+    Args:
+      arrays: each with the number of its leading dimensions that are not summed (tokens, or the outputs of a weight).
+
+    Returns:
+      float32 arrays of the same rank, summed dimensions of size 1.
+    """
+    if product is plain or layout.size("tensor") == 1:
+        return [None] * len(arrays)
+    return pmax(layout, [_peak(x, tuple(range(leading, x.ndim))) for x, leading in arrays], "tensor")
+
+
+def _peak(x, axes):
+    return jnp.max(jnp.abs(x), axes, keepdims=True).astype(jnp.float32)
+
+
+def _quantized(x, axes, kind, peak=None):
+    """x / scale in an fp8 dtype, and the float32 scale: one for all entries along `axes`, which have size 1 in it."""
+    dtype, bits = kind
+    _, exponent = jnp.frexp(jnp.maximum(_peak(x, axes) if peak is None else peak, SMALLEST))
+    scale = jnp.ldexp(jnp.float32(1), exponent - bits)  # what is not finite stays so
+    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype), scale
+
+
+def _axes(names, letters):
+    return tuple(names.index(letter) for letter in letters)
+
+
+def _spread(scale, names, onto):
+    """A scale of an array with dimensions `names` as a factor of an array with dimensions `onto`."""
+    shared = [letter for letter in onto if letter in names]
+    rest = [letter for letter in names if letter not in onto]  # of size 1
+    sizes = dict(zip(names, scale.shape, strict=True))
+    return scale.transpose(_axes(names, shared + rest)).reshape([sizes.get(letter, 1) for letter in onto])

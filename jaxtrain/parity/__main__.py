@@ -51,6 +51,8 @@ def _print_layout(console, config, small, max_devices) -> None:
         f"remat {small.memory.remat}",
         f"accumulation {small.train.accumulation_steps}",
     ]
+    if small.precision.products == "fp8":
+        kept.append("fp8 products (which have wider bounds)")
     if small.mesh.tensor > 1:
         kept.append(f"{'with' if small.sharding.sequence_parallel else 'without'} sequence parallelism")
     heads = f"{small.model.num_heads} heads and {small.model.num_kv_heads} key/value heads"

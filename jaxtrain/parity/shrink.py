@@ -22,13 +22,13 @@ def shrink(config: ml_collections.ConfigDict, max_devices: int = 8) -> ml_collec
     """The small config of a valid one: explicit mesh axes of at most `max_devices`, float32, two layers, narrow, short rows.
 
     Kept as they are: ZeRO stage, sequence parallelism, remat, kinds of norm, MLP and positions, tying, biases, caps, dropout,
-    z-loss, label smoothing and the update rule. Uneven heads, key/value heads, groups and vocabulary stay uneven.
+    z-loss, label smoothing, fp8 products and the update rule. Uneven heads, key/value heads, groups and vocabulary stay uneven.
     """
     small = config.copy_and_resolve_references()
     small.unlock()
     sizes = shrink_mesh(config.mesh, max_devices)
     small.mesh.update(sizes)
-    small.precision.update(compute_dtype="float32", reduce_dtype="float32", products="compute")
+    small.precision.update(compute_dtype="float32", reduce_dtype="float32")
     small.runtime.update(
         platform="cpu", num_processes=1, process_id=0, coordinator_address="", fake_devices=math.prod(sizes.values())
     )

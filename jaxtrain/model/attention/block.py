@@ -16,8 +16,8 @@ from jaxtrain.model.attention import blockwise, cudnn, reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.dropout import factors
-from jaxtrain.model.layers import Linear, Norm, columns, read, row, vector
-from jaxtrain.model.products import Product
+from jaxtrain.model.layers import Linear, Norm, columns, read, row, shared_by_replicas, vector
+from jaxtrain.model.products import Product, fp8
 from jaxtrain.model.rope import rotate
 from jaxtrain.parallel.parameters import own_heads_of
 from jaxtrain.parallel.sharding import Layout
@@ -122,6 +122,8 @@ class Attention(nnx.Module):
     def _inputs(self, x, rows, layer):
         """Queries [B, T, N, H], keys and values [B, T, K, H] of this device's heads, rotated."""
         q, k, v = named("qkv", columns, x, "BTD,DNH->BTNH", self.query, self.key, self.value)
+        if self.key.product is fp8 and self.layout.heads.repeat > 1:
+            k, v = shared_by_replicas(k, self.layout), shared_by_replicas(v, self.layout)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rows.rope is not None:

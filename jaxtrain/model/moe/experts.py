@@ -23,7 +23,7 @@ from jaxtrain.model.layers import Linear
 from jaxtrain.model.mlp import GATED, Activation
 from jaxtrain.model.moe.dispatch import Blocks, Plan, Sizes, blocks_of, give_back, plan, round_of, rows_of, sizes, swap
 from jaxtrain.model.moe.router import Routes, capacity
-from jaxtrain.model.products import Product
+from jaxtrain.model.products import Product, peaks, plain
 from jaxtrain.parallel.collectives import index
 from jaxtrain.parallel.parameters import Weight
 from jaxtrain.parallel.sharding import Layout
@@ -201,32 +201,45 @@ def _hidden(settings, weights, arrived) -> list[jax.Array]:
 def _output(settings, weights, arrived, hidden) -> jax.Array:
     """What experts give for the rows of a round [devices * rows, D]."""
     (rows, gates, blocks), (_, activation, product), (down, bias) = arrived, settings, weights[-1]
+    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
     def one(y, block):
-        source, expert, hidden = block
-        g = _take(gates, source)
-        out = product("RF,DF->RD", _activated(activation, hidden, g).astype(rows.dtype), _of(down, expert), rows.dtype)
+        source, expert, hidden, peak = block
+        g, own = _take(gates, source), (peak, _of(down_peak, expert))
+        weighted = _activated(activation, hidden, g).astype(rows.dtype)
+        out = product("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=own)
         if bias is not None:
             out = (out.astype(jnp.float32) + g[:, None] * _of(bias, expert)).astype(rows.dtype)
         return _put(y, source, out), None
 
-    return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden))[0]
+    return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
+
+
+def _peaks(settings, down, arrived, hidden):
+    """`products.peaks` of the down product: of its inputs [blocks, block, 1], and of its weights [E, D, 1]."""
+    (rows, gates, blocks), (s, activation, product) = arrived, settings
+    if product is plain:
+        return None, None
+    weighted = _activated(activation, hidden, _take(gates, blocks.source)).astype(rows.dtype)
+    return peaks(product, s.layout, (weighted, 2), (down, 2))
 
 
 def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
     """Of the rows of a round [devices * rows, D], of their choices' weights, and `grads` with those of its weights added."""
     (_, activation, product), (rows, gates, blocks) = settings, arrived
     *into, (down, down_bias) = weights
+    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
     def one(carry, block):
         dx, dgates, (*grads_into, (grad_down, grad_bias)) = carry
-        source, expert, hidden = block
+        source, expert, hidden, peak = block
         taken, g, block_dy = _take(rows, source), _take(gates, source), _take(arrived_dy, source)
         weighted, pull = jax.vjp(functools.partial(_activated, activation), hidden, g)
         weighted = weighted.astype(rows.dtype)
-        d_weighted = product("RD,DF->RF", block_dy, _of(down, expert), jnp.float32, gradient=0)
+        of_down = _of(down, expert), jnp.float32, 0, (None, _of(down_peak, expert))
+        d_weighted = product("RD,DF->RF", block_dy, *of_down)
         d_hidden, dg = pull(d_weighted)
-        grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, gradient=1))
+        grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, 1, (peak, None)))
         if down_bias is not None:
             block_dy = block_dy.astype(jnp.float32)
             grad_bias = _add(grad_bias, expert, g @ block_dy)
@@ -245,16 +258,16 @@ def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
         return (_put(dx, source, sum(products).astype(dx.dtype)), _put(dgates, source, dg), grads), None
 
     start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
-    return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden))[0]
+    return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
 
 
 def _activated(activation: Activation, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
-    """The input of the down product, in float32: hidden [R, F] of gate and up, or up alone, times the rows' weights [R]."""
-    return activation([x.astype(jnp.float32) for x in hidden]) * gates[:, None]
+    """The input of the down product, in float32: hidden [..., F] of gate and up, or up alone, times the rows' weights [...]."""
+    return activation([x.astype(jnp.float32) for x in hidden]) * gates[..., None]
 
 
-def _of(weights: jax.Array, expert: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
+def _of(weights: jax.Array | None, expert: jax.Array) -> jax.Array | None:
+    return None if weights is None else jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
 
 
 def _add(sums: jax.Array, expert: jax.Array, gradient: jax.Array) -> jax.Array:
