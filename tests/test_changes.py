@@ -7,7 +7,8 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import default_config
 from jaxtrain.config.changes import Change, changes, recorded
-from jaxtrain.config.settings import FUNCTION, NOTHING, ROWS, SECTION_CHANGES, SETTINGS, TRAINING
+from jaxtrain.config.setting import FUNCTION, NOTHING, ROWS, SECTION_CHANGES, TRAINING
+from jaxtrain.config.settings import SETTINGS
 
 ALL = [(section, key, setting) for section, settings in SETTINGS.items() for key, setting in settings.items()]
 FREE = "mesh sharding pipeline memory overlap runtime observe eval checkpoint"  # where, how fast, what is shown

@@ -31,11 +31,12 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.parallel.sharding", "jaxtrain.parallel.mesh"}
 MAX_LINES = 400
-ALLOWED = {"jaxtrain.parallel.layer_loop": 470, "jaxtrain.config.settings": 500}  # to be split
-# Lines of code (no blanks, comments, docstrings) that a room may have. The aim is 9,500 for all but OTHERS, 2,500 for the plan.
-# Measured on 2026-11-30: 11,880 and 3,170. The plan had 3,560; a second reader of XLA's modules, second tables and options that
-# no command has are gone. What is left are features: ledger, traffic, time, search, advice, comparison, page, plan by formula.
-BUDGETS = {"jaxtrain": 12_500, "jaxtrain.plan": 3_200}
+ALLOWED = {"jaxtrain.parallel.layer_loop": 470}  # to be split
+# Lines of code (no blanks, comments, docstrings) that a room may have: what was measured on 2026-11-30, so that growth is a choice.
+# The aim is 9,500 for all but OTHERS and 2,500 for the plan. What stands above it are features: of the plan (it had 3,560) ledger,
+# traffic, time, search, advice, comparison, page, plan by formula; of the rest the channel between processes, locks, changes of a
+# continued run, sampling, blocks that vary, frozen weights, one inventory.
+BUDGETS = {"jaxtrain": 12_750, "jaxtrain.plan": 3_200}
 OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
 
 

@@ -13,7 +13,7 @@ from jaxtrain.config.settings import SETTINGS
 
 
 class Change(NamedTuple):
-    """A setting with two values. `kind` is one of `settings.FUNCTION`, `ROWS`, `TRAINING`, `NOTHING`."""
+    """A setting with two values. `kind` is one of `setting.FUNCTION`, `ROWS`, `TRAINING`, `NOTHING`."""
 
     key: str
     old: Any

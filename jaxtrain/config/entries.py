@@ -8,7 +8,7 @@ from typing import Any
 import ml_collections
 
 from jaxtrain.config import values
-from jaxtrain.config.settings import Setting
+from jaxtrain.config.setting import Setting
 from jaxtrain.config.suggest import nearest_key
 
 

@@ -13,7 +13,7 @@ import re
 import struct
 from typing import Any
 
-from jaxtrain.config.settings import Setting
+from jaxtrain.config.setting import Setting
 
 LARGEST_INT = 2**31 - 1  # jax computes with 32-bit integers; a setting with a larger range says so by `high`
 SMALLEST_FLOAT = 2.0**-126  # of float32, in which settings are used; what is smaller counts as 0 there

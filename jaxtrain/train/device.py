@@ -198,7 +198,9 @@ def device_functions(
 def _sum_over_devices(sums: LossSums, layout: Layout) -> LossSums:
     """Sums over all tokens: losses are equal on the devices of `tensor`, sums of a router perhaps not."""
     losses, sources = psum(layout, (sums[:3], sums.sources), *TOKEN_AXES)
-    return LossSums(*losses, balance.total(sums.routing, layout) if sums.routing else (), sources)
+    objective, cross_entropy, targets = losses
+    routing = balance.total(sums.routing, layout) if sums.routing else ()
+    return LossSums(objective, cross_entropy, targets, routing, sources)
 
 
 def _norm(layout: Layout, squares: Any, dims: Any) -> jax.Array:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.hf import carried, reading
 from jaxtrain.checkpoint.manager import FOLDER, Checkpointer, Wanted, restore_params
-from jaxtrain.config import settings
+from jaxtrain.config import setting
 from jaxtrain.config.changes import Change, changes, recorded
 from jaxtrain.errors import UserError
 from jaxtrain.runtime import control
@@ -97,10 +97,10 @@ class Start:
         problems = [
             f"{change.key}: {change.old!r} in the checkpoint, {change.new!r} in this run"
             for change in found
-            if refuses and change.kind in (settings.FUNCTION, settings.ROWS) or change.key.split(".")[0] in sections
+            if refuses and change.kind in (setting.FUNCTION, setting.ROWS) or change.key.split(".")[0] in sections
         ]
         old, new = facts.get("data_fingerprint"), self.facts["data_fingerprint"]
-        explained = not refuses and any(change.key.startswith("data.") and change.kind == settings.ROWS for change in found)
+        explained = not refuses and any(change.key.startswith("data.") and change.kind == setting.ROWS for change in found)
         if old != new and not explained and self._config.data.on_change == "refuse":
             problems += _changed_data(old, new)
         return problems
@@ -109,17 +109,17 @@ class Start:
         """Whether a checkpoint was saved by a run that went on from the same step with the same settings."""
         old = saved_settings(facts, self._workdir, self._own)
         same = old["checkpoint"]["restore_step"] == self._config.checkpoint.restore_step
-        return same and all(change.kind == settings.NOTHING for change in changes(old, self._own))
+        return same and all(change.kind == setting.NOTHING for change in changes(old, self._own))
 
     def _tell_changes(self, facts: dict, step: int) -> None:
         old = saved_settings(facts, self._workdir, self._own)
         self._changes = changes(old, self._own)
-        told = [change for change in self._changes if change.kind != settings.NOTHING]
+        told = [change for change in self._changes if change.kind != setting.NOTHING]
         text, own_text = facts.get("data_fingerprint"), self.facts["data_fingerprint"]
         if text != own_text:
-            told.append(Change("data_fingerprint", text, own_text, settings.ROWS))
+            told.append(Change("data_fingerprint", text, own_text, setting.ROWS))
         for change in told:
-            level = logging.INFO if change.kind == settings.TRAINING else logging.WARNING
+            level = logging.INFO if change.kind == setting.TRAINING else logging.WARNING
             log.log(level, "Changed since step %d: %s: %s -> %s", step, change.key, _text(change.old), _text(change.new))
         before, now = (learning_rate(ml_collections.ConfigDict(tree), step) for tree in (old, self._own))
         if step < self._config.train.num_steps and abs(now - before) > 1e-6 * max(now, before):
@@ -178,7 +178,7 @@ def _weights_of(source: str, program: Program, own: dict, read: bool = True) -> 
         return None
     log.info("Weights come from the checkpoint of step %d in %s (checkpoint.init_from)", step, workdir)
     for change in changes(saved_settings(facts, workdir, own), own):
-        if change.kind == settings.FUNCTION:
+        if change.kind == setting.FUNCTION:
             log.warning("That run had another %s: %s -> %s", change.key, _text(change.old), _text(change.new))
     return program.in_own_order(params, facts.get(LAYER_ORDER))
 
