@@ -58,7 +58,7 @@ def test_a_step_has_neither_moments_nor_gradients_of_them():
     scatters = [x.as_text().count(" reduce-scatter(") for x in (all_of_it, step)]
     assert scatters[1] < scatters[0]
     assert not any(
-        "mlp" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(p.abstract_state.opt_state)
+        "['mlp']" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(p.abstract_state.opt_state)
     )
     state = p.init(0)
     start = host(state.params)
