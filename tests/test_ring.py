@@ -316,3 +316,17 @@ def test_what_is_asked_of_cudnn(sharding, ends, monkeypatch):
     )
     layout = layout_of((("sequence", ways),), **changes)
     assert_equal(run(layout, inputs(), documents(ends), backend="cudnn"), dense(*inputs(), documents(ends)))
+
+
+def test_pieces_of_one_square_are_merged_in_float32(monkeypatch):
+    """A device's whole piece may be one call of cuDNN, whose output is bfloat16: the ring carries float32 all the same."""
+
+    def forward(q, k, v, *_):
+        return jnp.zeros_like(q), jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+
+    monkeypatch.setattr(cudnn, "cudnn_attention", forward)
+    monkeypatch.setattr(cudnn, "cudnn_attention_backward", lambda q, k, v, *_: tuple(map(jnp.zeros_like, (q, k, v))))
+    ring = compiled.__wrapped__(layout_of((("sequence", 4),), **RING), Settings(SCALE, 0.0, 8), False, backend="cudnn")
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs()]
+    found = jax.eval_shape(ring, *arrays, documents(), 0, np.zeros(arrays[0].shape[2:4]))
+    assert [x.dtype for x in found[:4]] == [jnp.bfloat16] * 4

@@ -85,6 +85,7 @@ def _forward(q, k, v, segments, window, ring, sinks):
     here, held = steps.positions(0), jnp.concatenate([k, v], 2)
     passing = steps.send(held) if steps.count > 1 else None
     done = part(q, k, v, Mask(here, here, window, ring.causal), settings)
+    done = done[0].astype(jnp.float32), done[1]  # of rows in one piece a backend's own dtype: merged in float32 all the same
 
     def compute(done, held, step):
         def some(queries, keys):
