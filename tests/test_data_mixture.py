@@ -187,11 +187,11 @@ def test_waiting_for_data_is_measured_and_warned_of(caplog):
     found = metrics.DataMetrics(types.SimpleNamespace(mixture=None), batches, 1, 1)
     assert found.figures(1, {}) == {}
     with caplog.at_level(logging.WARNING):
-        found._last = (found._last[0] - 10.0, 0.0)
+        found._window = found._last = (found._last[0] - 10.0, 0.0)
         batches.waited_s = 0.05
         assert found.figures(2, {})["data_wait_share"] == pytest.approx(0.005, rel=0.01)
         assert caplog.text == ""
-        found._last = (found._last[0] - 10.0, found._last[1])
+        found._window = found._last = (found._last[0] - 10.0, found._last[1])
         batches.waited_s += 5.0
         assert found.figures(3, {})["data_wait_share"] == pytest.approx(0.5, rel=0.01)
     assert "Step 3: steps waited for data 50.0% of the time" in caplog.text

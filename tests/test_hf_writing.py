@@ -123,7 +123,7 @@ def test_tokenizer_and_templates_are_carried(tmp_path):
         (source / path.name).write_bytes(path.read_bytes())
     files = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json")
     for name in files:
-        (source / name).write_text(f"content of {name}")
+        (source / name).write_text(f'{{"content of": "{name}"}}')
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
     (source / "README.md").write_text("not carried")

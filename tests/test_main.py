@@ -273,7 +273,9 @@ def test_log_says_what_happens(straight):
         f"Wrote {straight.workdir}/summary.json and {straight.workdir}/loss.png",
     ):
         assert text in straight.log
-    assert "WARNING" not in straight.log and "Traceback" not in straight.log
+    # Waiting for data is a matter of what else the machine does.
+    warnings = [line for line in straight.log.splitlines() if "WARNING" in line and "waited for data" not in line]
+    assert not warnings and "Traceback" not in straight.log
 
 
 def test_a_step_has_one_number(straight):
@@ -403,7 +405,7 @@ def test_batch_without_targets(place):
 
     class Masked:
         def __init__(self, batches):
-            self.batches, self.step, self.close = batches, -1, batches.close
+            self.batches, self.step, self.close, self.waited_s = batches, -1, batches.close, 0.0
 
         def __next__(self):
             batch, self.step = next(self.batches), self.step + 1
@@ -445,10 +447,10 @@ def test_bad_corpus(place, tmp_path, corpus, message):
 
 def test_workdir_that_cannot_be_written(place, tmp_path):
     (tmp_path / "file").write_text("mine")
-    for workdir in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/none")):
+    refused, file = "cannot be written (", tmp_path / "file"
+    for workdir, code, text in ((file, 2, "is not a folder"), (file / "below", 2, "is not a folder"), ("/proc/none", 1, refused)):
         run = train(place, workdir, _compile_step=no_compilation)
-        assert run.code == 1
-        assert f"error: --workdir={workdir}: cannot be written (" in run.log and "Traceback" not in run.log
+        assert run.code == code and f"--workdir={workdir}: " in run.log and text in run.log and "Traceback" not in run.log
     assert (tmp_path / "file").read_text() == "mine"
 
 
