@@ -447,8 +447,8 @@ def test_bad_corpus(place, tmp_path, corpus, message):
 
 def test_workdir_that_cannot_be_written(place, tmp_path):
     (tmp_path / "file").write_text("mine")
-    refused, file = "cannot be written (", tmp_path / "file"
-    for workdir, code, text in ((file, 2, "is not a folder"), (file / "below", 2, "is not a folder"), ("/proc/none", 1, refused)):
+    file, no_folder = tmp_path / "file", (2, "is not a folder")
+    for workdir, (code, text) in {file: no_folder, file / "below": no_folder, "/proc/none": (1, "cannot be written (")}.items():
         run = train(place, workdir, _compile_step=no_compilation)
         assert run.code == code and f"--workdir={workdir}: " in run.log and text in run.log and "Traceback" not in run.log
     assert (tmp_path / "file").read_text() == "mine"
