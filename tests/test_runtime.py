@@ -221,6 +221,8 @@ x = jax.make_array_from_callback((4,), spread, lambda index: ones[index])
 assert "all-reduce" in (compiled := jax.jit(jnp.sum, out_shardings=whole).lower(x).compile()).as_text()
 total = float(compiled(x))
 sys.stdout.write(f"sum {total} devices {jax.device_count()} local {jax.local_device_count()}\\n")
+from jaxtrain.runtime import control
+control.close()  # as commands end: without it the other process would take this one for dead
 """
 )
 

@@ -108,7 +108,7 @@ def test_the_test_extra_joins_and_stays(scripts):
     assert (code, installs(calls), programs(calls)) == (
         0,
         ["[test]"],
-        ["ruff check .", "pytest -n auto --dist loadfile -k mesh"],
+            ["ruff check .", "mypy", "pytest -n auto --dist loadfile --no-loadscope-reorder -k mesh"],
     )
     assert installs(scripts("scripts/train.sh")[2]) == []
     assert installs(scripts("scripts/train.sh", JAXTRAIN_ACCELERATOR="cuda12")[2]) == ["[cuda12,test]"]
@@ -118,7 +118,7 @@ def test_the_test_extra_joins_and_stays(scripts):
 
 
 def test_the_plan_extra_is_added_where_it_can_be(scripts, tmp_path):
-    tests = ["ruff check .", "pytest -n auto --dist loadfile"]
+    tests = ["ruff check .", "mypy", "pytest -n auto --dist loadfile --no-loadscope-reorder"]
     mac = executable(tmp_path, "uname", "echo Darwin arm64\n")
     code, stderr, calls = scripts("scripts/test.sh", PATH=mac)
     assert (code, installs(calls), programs(calls)) == (0, ["[test]"], tests)
