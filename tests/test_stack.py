@@ -185,7 +185,8 @@ def test_a_weight_that_no_part_reads_stops_the_build():
 def test_the_models_parts_must_name_what_they_read(monkeypatch, reads):
     monkeypatch.setattr(Block, "reads", property(lambda block: reads))
     p = program(config())
-    message = "no part of a block reads mlp_norm.scale" if reads[1] == ("mlp",) else "a part of a block reads attention.query.kernel"
+    unread, unnamed = "no part of a block reads mlp_norm.scale", "a part of a block reads attention.query.kernel"
+    message = unread if reads[1] == ("mlp",) else unnamed
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(p.loss_and_grads, p.abstract_state.params, p.abstract_step_arguments()[1], np.int32(0))
 
