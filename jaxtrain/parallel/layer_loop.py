@@ -14,7 +14,7 @@ scan and to the compiler:
 - While the backward of one part computes, the gradients of the part before it are on their way; those of a block's first part
   go with the next block. The compiler by itself sends all of it at the end of a block, where little is left to compute:
   barriers tie what is sent to what it is sent beside.
-- What a block keeps for its backward is up to `jaxtrain.memory`; its weights are never among it.
+- What a block keeps for its backward is up to `remat.policy`; its weights are never among it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How collectives hide behind compute on GPUs: the `overlap` settings, mapped onto XLA's flags in this one place.
 
 What a flag cannot say is in the program itself: which weights are fetched a block ahead (`overlap.prefetch`, see
-`jaxtrain.model.stack`) and products in ring steps (`overlap.collective_matmul`, see `jaxtrain.model.collective_matmul`).
+`parallel.layer_loop`) and products in ring steps (`overlap.collective_matmul`, see `parallel.collective_matmul`).
 The rest is XLA's latency-hiding scheduler: it moves the start of a collective up and its end down, as far as its limits let it.
 
 The flags go to the compiler with the step (`compiler_options`), so the plan of a step and its run have the same ones. Flags
@@ -24,7 +24,7 @@ from jaxtrain.hardware.gpus import Gpu
 log = logging.getLogger(__name__)
 
 # A GPU's links move this much in some 0.15 to 0.3 ms: enough that starting a collective (some 0.02 ms) is small beside it.
-# Larger pieces start later and need larger buffers. By the link's generation; sources in `jaxtrain.hardware`.
+# Larger pieces start later and need larger buffers. By the link's generation; sources in `hardware.gpus`.
 COMBINE_MIB = {"8.0": 64, "9.0": 128, "10.0": 256}
 DEFAULT_COMBINE_MIB = 128
 

@@ -2,7 +2,7 @@
 
 A `Stored` weight is the float32 master, perhaps sharded. `Place.fetch` makes of it the `Weight` that products take; where
 working weights are not sharded (ZeRO-1, ZeRO-2) that is done once per step and kept. `Place.give` brings its float32
-gradient to the placement its sum is kept in. `jaxtrain.model.stack` does both for the blocks, layer by layer and ahead of
+gradient to the placement its sum is kept in. `parallel.layer_loop` does both for the blocks, layer by layer and ahead of
 time, and for what comes after them; `ready` for the other modules.
 
 Gradients do not return as the cotangent of a value, whose dtype they would have to share, but as that of a `slot`: zeros that

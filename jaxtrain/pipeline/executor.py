@@ -1,6 +1,6 @@
 """Runs a schedule: all stages in one SPMD program, one loop over the rounds of its table. Code of one device.
 
-A stage runs its blocks with `jaxtrain.model.stack` as a model without stages runs all of them. What a stage has not to do in a
+A stage runs its blocks with `parallel.layer_loop` as a model without stages runs all of them. What a stage has not to do in a
 phase it does not do: work is the body of a loop that runs once or not at all (unlike a conditional, a loop updates sums and
 stash in place). Between phases, every stage sends one microbatch's activations to the next stage and one microbatch's
 cotangents to the one before, while it works on something else.

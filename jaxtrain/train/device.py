@@ -1,6 +1,6 @@
 """What one device does in a step: loss and gradients over microbatches, evaluation, logits, each on its own shards.
 
-`program` compiles these; `step` has the loop over microbatches; `jaxtrain.model.weights` says where gradients are summed.
+`program` compiles these; `step` has the loop over microbatches; `parallel.parameters` says where gradients are summed.
 """
 
 from __future__ import annotations
