@@ -155,9 +155,12 @@ class Mapped:
 
     def ends_in(self, start: int, stop: int) -> np.ndarray:
         """Ends e of documents with start < e <= stop, by binary search."""
-        first, last = np.searchsorted(self.ends, [start, stop], side="right")
-        self._check(self._ends_at + 8 * first, self._ends_at + 8 * last)
-        return np.asarray(self.ends[first:last])
+        return self.ends_of(*np.searchsorted(self.ends, [start, stop], side="right"))
+
+    def ends_of(self, first: int, stop: int) -> np.ndarray:
+        """Ends of the documents first..stop-1."""
+        self._check(self._ends_at + 8 * first, self._ends_at + 8 * stop)
+        return np.asarray(self.ends[first:stop])
 
     def mask(self, start: int, stop: int) -> np.ndarray:
         """Whether the tokens of positions start..stop-1 are trained."""
@@ -181,7 +184,8 @@ def map_shard(path: str, shard: Shard) -> Mapped:
             size = os.fstat(file.fileno()).st_size
             if size != shard.bytes:
                 raise UserError(f"the shard {path} has {size:,} bytes, the index says {shard.bytes:,}; {AGAIN}")
-            whole = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            whole = np.frombuffer(region, np.uint8)
     except OSError as error:
         raise UserError(f"cannot read the shard {path}: {error.strerror or error}; {AGAIN}") from error
     content = whole[HEADER : HEADER + shard.content_bytes]
@@ -197,6 +201,8 @@ def map_shard(path: str, shard: Shard) -> Mapped:
             if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != crcs[block]:
                 raise UserError(f"the shard {path} is damaged: byte {HEADER + block * BLOCK:,} and on; {AGAIN}")
             checked[block] = True
+            if count := not HEADER % mmap.PAGESIZE and min(BLOCK, len(content) - block * BLOCK):
+                region.madvise(mmap.MADV_DONTNEED, HEADER + block * BLOCK, count)  # few of its pages are needed again
 
     size = np.dtype(shard.dtype).itemsize * shard.tokens
     after = shard.ends_at + 8 * shard.documents
@@ -260,7 +266,21 @@ class Store:
             return ids[0], ends[0], masks[0] if masks else None
         return np.concatenate(ids), np.concatenate(ends), np.concatenate(masks) if masks else None
 
+    def document_at(self, position: int) -> int:
+        """The number of the document that a position belongs to, by binary search."""
+        number = int(np.searchsorted(self.token_starts, position, side="right")) - 1
+        before = np.searchsorted(self.shard(number).ends, position - self.token_starts[number], side="right")
+        return int(self.document_starts[number] + before)
+
+    def document_ends(self, first: int, stop: int) -> np.ndarray:
+        """[stop - first] int64: where the documents first..stop-1 end."""
+        parts, number = [], int(np.searchsorted(self.document_starts, first, side="right")) - 1
+        while first < stop:
+            base, end = int(self.document_starts[number]), min(stop, int(self.document_starts[number + 1]))
+            parts.append(self.shard(number).ends_of(first - base, end - base) + self.token_starts[number])
+            first, number = end, number + 1
+        return np.concatenate(parts)
+
     def ends(self) -> np.ndarray:
         """[documents] int64: where every document ends. For corpora of few documents."""
-        parts = [self.shard(i).ends_in(0, shard.tokens) + self.token_starts[i] for i, shard in enumerate(self.shards)]
-        return np.concatenate(parts)
+        return self.document_ends(0, self.num_documents)
