@@ -245,7 +245,7 @@ print(packed.num_tokens, packed.num_documents, len(packed.store.shards), opened,
 
 def test_a_corpus_of_a_trillion_tokens_starts_at_once(tmp_path):
     """10^12 tokens, 10^9 documents, 20,000 shards: all links to one sparse file."""
-    shard = shards.Shard("00000.tokens", "<u4", 50_000_000, 50_000, False, 0)
+    shard = shards.Shard("00000.tokens", "<u4", 50_000_000, 50_000, False, 0, block=shards.BLOCK)
     crcs = sparse_shard(tmp_path / shard.file, shard)
     made = []
     for number in range(20_000):

@@ -2,7 +2,7 @@
 
 A folder holds `index.json` and shards NAME.tokens. A shard is a header (4096 bytes of JSON), the ids (uint16 or uint32, little
 endian), the end of each document among them (int64), the loss mask if there is one (a bit per token, packed), and the CRC-32 of
-each 256 KiB of what lies between. Reading maps files into memory and checks the blocks that it touches, each once.
+each block of what lies between. Reading maps files into memory and checks the blocks that it touches, each once.
 
 A `Store` lays all documents end to end: position p is a token of the whole, whatever the number of shards.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 
 SUFFIX, INDEX, FORMAT = ".tokens", "index.json", 1
-HEADER, BLOCK = 4096, 1 << 18  # bytes
+HEADER, BLOCK = 4096, 1 << 15  # bytes; a row of shuffled documents touches as many blocks as it has documents
 _OPEN = 256  # shards mapped at a time: each costs a file descriptor
 AGAIN = "write it again with python -m jaxtrain.tokenize (finished shards stay), or copy it anew"
 
@@ -41,11 +41,12 @@ class Shard:
     masked: bool
     max_id: int
     checksum: str = ""  # CRC-32 of the blocks' CRCs
+    block: int = 1 << 18  # bytes; of shards that do not say
 
     @property
     def bytes(self) -> int:
         """Size of the file."""
-        return HEADER + self.content_bytes + 4 * -(-self.content_bytes // BLOCK)
+        return HEADER + self.content_bytes + 4 * -(-self.content_bytes // self.block)
 
     @property
     def content_bytes(self) -> int:
@@ -89,7 +90,8 @@ class Writer:
 
     def close(self, facts: dict[str, Any]) -> Shard:
         """Completes the shard; `facts` are kept in its header."""
-        shard = Shard(self._path.name, self._dtype.str, self.tokens, len(self._ends), self._masked, self._max)
+        name, dtype = self._path.name, self._dtype.str
+        shard = Shard(name, dtype, self.tokens, len(self._ends), self._masked, self._max, block=BLOCK)
         self._write(b"\0" * (-self.tokens * self._dtype.itemsize % 8))
         self._write(np.asarray(self._ends, "<i8").tobytes())
         if self._masked:
@@ -195,14 +197,16 @@ def map_shard(path: str, shard: Shard) -> Mapped:
     checked = np.zeros(len(crcs), bool)
 
     def check(start: int, stop: int) -> None:
-        for block in range(start // BLOCK, -(-stop // BLOCK)):
-            if checked[block]:
+        for number in range(start // shard.block, -(-stop // shard.block)):
+            if checked[number]:
                 continue
-            if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != crcs[block]:
-                raise UserError(f"the shard {path} is damaged: byte {HEADER + block * BLOCK:,} and on; {AGAIN}")
-            checked[block] = True
-            if count := not HEADER % mmap.PAGESIZE and min(BLOCK, len(content) - block * BLOCK):
-                region.madvise(mmap.MADV_DONTNEED, HEADER + block * BLOCK, count)  # few of its pages are needed again
+            begin = number * shard.block
+            block = content[begin : begin + shard.block]
+            if zlib.crc32(block) != crcs[number]:
+                raise UserError(f"the shard {path} is damaged: byte {HEADER + begin:,} and on; {AGAIN}")
+            checked[number] = True
+            if (HEADER + begin) % mmap.PAGESIZE == 0:  # few of its pages are needed, but all would count as memory
+                region.madvise(mmap.MADV_DONTNEED, HEADER + begin, len(block))
 
     size = np.dtype(shard.dtype).itemsize * shard.tokens
     after = shard.ends_at + 8 * shard.documents
