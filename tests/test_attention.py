@@ -12,7 +12,7 @@ from jaxtrain.model.attention import blockwise, dispatch, reference
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.parallel import mesh as meshes
-from jaxtrain.parallel.collectives import all_gather, index
+from jaxtrain.parallel.collectives import all_gather, axis_index
 from jaxtrain.parallel.head_layout import head_layout
 from jaxtrain.parallel.sharding import make_layout, per_device
 
@@ -59,7 +59,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8)
 
     def device(q, k, v, segments, window):
         length = q.shape[1]
-        queries = Positions(layout.context.places(index(layout, "sequence"), jnp.arange(length), length), segments)
+        queries = Positions(layout.context.row_positions(axis_index(layout, "sequence"), jnp.arange(length), length), segments)
         keys = Positions(jnp.arange(T), natural(all_gather(layout, segments, "sequence", 1), layout))
         k, v = whole_row(k, layout), whole_row(v, layout)
         return (blockwise.attend(q, k, v, Mask(queries, keys, window), settings),)
