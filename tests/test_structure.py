@@ -35,7 +35,7 @@ MAX_LINES = 400
 # The aim is 9,500 for all but OTHERS and 2,500 for the plan. What stands above it are features: of the plan (it had 3,560)
 # ledger, traffic, time, search, advice, comparison, page, plan by formula; of the rest the channel between processes, locks,
 # changes of a continued run, sampling, blocks that vary, frozen weights, one inventory.
-BUDGETS = {"jaxtrain": 12_750, "jaxtrain.plan": 3_200}
+BUDGETS = {"jaxtrain": 12_900, "jaxtrain.plan": 3_200}
 OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
 
 

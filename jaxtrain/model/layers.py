@@ -145,7 +145,7 @@ def _column_parallel_backward(equation, layout, matmul, residuals, gs):
     input_equation, weight_equation = _transposed(equation)
 
     def multiply(*gs):
-        parts = [matmul(input_equation, g, w.value, jnp.float32, gradient=0) for g, w in zip(gs, weights, strict=True)]
+        parts = (matmul(input_equation, g, w.value, jnp.float32, gradient=0) for g, w in zip(gs, weights, strict=True))
         return sum(parts).astype(x.dtype)
 
     if layout.collective_matmul:

@@ -33,7 +33,7 @@ from jaxtrain.model.moe.dispatch import (
     round_of,
     rows_of,
     sizes,
-)
+)  # fmt: skip
 from jaxtrain.model.moe.router import RouterAssignments, capacity
 from jaxtrain.parallel.collectives import axis_index
 from jaxtrain.parallel.parameters import ComputeParameter, is_compute_parameter
@@ -41,14 +41,14 @@ from jaxtrain.remat.policy import named
 
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
 Settings = tuple[Sizes, Activation, Matmul]  # static
-Weights = list[
-    tuple[ComputeParameter, ComputeParameter | None]
-]  # matrices [E, D, F] of gate, up and down, or of up and down; their biases
+# Matrices [E, D, F] of gate, up and down, or of up and down, with their biases.
+Weights = list[tuple[ComputeParameter, ComputeParameter | None]]
 
 
 class Experts(nnx.Module):
-    """Weights [E, D, F] for up, down and perhaps gate; biases with `model.mlp_bias`, that of `down` added on one device of
-    `tensor`, whose partial sums are summed later. 
+    """Matrices [E, D, F] for up, down and perhaps gate, and biases with `model.mlp_bias`.
+
+    The bias of `down` is added on one device of `tensor`, whose partial sums are summed later.
     """
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
