@@ -155,7 +155,7 @@ class _Step:
         """The blocks of a virtual stage, and what they take beside x."""
         key = self.model.dropout_key(self.facts, microbatch)
         decoder = self.decoder(self.zeros, accumulated)
-        return _stack(decoder, self.batch.microbatch(microbatch), key, virtual_stage, self.deferred_shapes)
+        return _stack(decoder, self.batch, microbatch, key, virtual_stage, self.deferred_shapes)
 
     def forward(self, x, microbatch, virtual_stage, buffer: ActivationBuffer | None = None) -> tuple[Any, Any]:
         """Activations for the next stage, and residuals, or the arrays of the buffer that has them."""
@@ -189,8 +189,8 @@ class _Step:
 
     def embed(self, microbatch, buffers: Any = None, accumulated: Any = None) -> Any:
         """What the first stage takes of a microbatch."""
-        key, rows = self.model.dropout_key(self.facts, microbatch), self.batch.microbatch(microbatch)
-        return self.decoder(buffers, accumulated).embed(rows.tokens, rows.positions, key)[0]
+        key, batch = self.model.dropout_key(self.facts, microbatch), self.batch
+        return self.decoder(buffers, accumulated).embed(batch.tokens[microbatch], batch.positions[microbatch], key)[0]
 
     def embed_backward(self, dx, accumulated, microbatch) -> Any:
         """Gradients of what is outside the blocks, with those of the embedding added."""
@@ -274,8 +274,7 @@ def forward(
         return model.dropout_key(facts, microbatch) if facts else None
 
     def embed(microbatch):
-        rows = batch.microbatch(microbatch)
-        return decoder.embed(rows.tokens, rows.positions, key(microbatch))[0]
+        return decoder.embed(batch.tokens[microbatch], batch.positions[microbatch], key(microbatch))[0]
 
     def one(carry, tick):
         arrived, embedded, result = carry
@@ -283,7 +282,7 @@ def forward(
 
         def run(_):
             microbatch = tick.microbatch[0]
-            stack, arguments = _stack(decoder, batch.microbatch(microbatch), key(microbatch), tick.virtual_stage[0])
+            stack, arguments = _stack(decoder, batch, microbatch, key(microbatch), tick.virtual_stage[0])
             return layer_loop.forward_only(stack, x, arguments)
 
         y = _once("forward", tick.kind[0] == FORWARD, run, arrived)
@@ -318,11 +317,12 @@ def _write(all, one, slot):
     return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, slot, 0), all, one)
 
 
-def _stack(decoder, rows, key, virtual_stage, deferred_shapes=None):
-    """The blocks of one of this stage's virtual stages, and what they take beside x, for the rows [b, T] of a microbatch."""
+def _stack(decoder, batch, microbatch, key, virtual_stage, deferred_shapes=None):
+    """The blocks of one of this stage's virtual stages, and what they take beside x, for a microbatch."""
     stack, parameters, layers = decoder.layers()
     stack = dataclasses.replace(stack, first=virtual_stage * stack.count, deferred_shapes=deferred_shapes)
-    return stack, LayerArguments(parameters, layers, decoder.shared(rows.segment_ids, rows.positions, key))
+    shared = decoder.shared(batch.segment_ids[microbatch], batch.positions[microbatch], key)
+    return stack, LayerArguments(parameters, layers, shared)
 
 
 def _gathered_once(specs, parameters):
