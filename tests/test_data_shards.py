@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -66,37 +65,6 @@ def test_any_number_of_workers_writes_the_same_bytes(text_folder, written, tmp_p
     assert len(list(written.glob("*.tokens"))) > 3
     tokenized(text_folder, tmp_path / "out", workers=3)
     assert content(tmp_path / "out") == content(written)
-
-
-KILLED = """
-import pathlib, sys
-sys.path.insert(0, {tests!r})
-import test_data_shards as t
-if __name__ == "__main__":
-    t.tokenized(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), workers=2)
-"""
-
-
-def test_kill_at_random_moments_changes_no_byte(text_folder, written, tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(KILLED.format(tests=str(pathlib.Path(__file__).parent)))
-    output, rng, kills = tmp_path / "out", np.random.default_rng(0), 0
-    command = [sys.executable, str(script), str(text_folder), str(output)]
-    for attempt in range(12):
-        run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": ROOT}, stderr=subprocess.PIPE)
-        finished = len(list(output.glob("*.tokens")))
-        deadline = time.monotonic() + 60  # killed in the middle of a shard
-        while run.poll() is None and len(list(output.glob("*.tokens"))) <= finished + attempt % 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.05))
-        run.send_signal(signal.SIGKILL)
-        kills += run.wait() == -signal.SIGKILL
-        if (output / "index.json").exists():
-            break
-    assert kills >= 2
-    tokenized(text_folder, output)
-    assert content(output) == content(written)
 
 
 def test_rows_are_those_of_the_text(text_folder, written):
