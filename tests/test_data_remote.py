@@ -122,7 +122,7 @@ def test_training_through_a_cut_of_20_seconds(bucket, tmp_path):
     write_folder(tmp_path / "many", [[*rng.integers(0, 256, 80).tolist(), 257] for _ in range(400)], per_shard=1)
     remote.filesystem("s3://corpus")[0].put(str(tmp_path / "many"), "corpus/many", recursive=True)
     size = (tmp_path / "many" / "00000.tokens").stat().st_size
-    settings = dict(train__num_steps=150, train__log_every_steps=1, data__holdout_fraction=0.0)
+    settings = dict(train__num_steps=80, train__log_every_steps=1, data__holdout_fraction=0.0)
     settings |= dict(runtime__compile_cache_dir=tmp_path / "cache", data__cache_gib=3.5 * size / 2**30)
     straight = Run(tmp_path / "straight", 1, **settings, data__paths=tmp_path / "many")
     straight.finish(250)
@@ -130,11 +130,11 @@ def test_training_through_a_cut_of_20_seconds(bucket, tmp_path):
     run.wait_for(r"step 20/")
     start, thread = time.monotonic(), store.cut(20)
     try:
-        run.wait_for("step 150/")
+        run.wait_for("step 80/")
         seconds = time.monotonic() - start
     finally:
         thread.join()
-    assert 19 < seconds < 20 + 64, "waits between tries grow to 32 s"
+    assert seconds > 19, "no step came out of what was read before"
     run.finish(250)
     assert straight.codes == run.codes == [0], run.lines(0)[-5:]
     assert trained(tmp_path / "cut") == trained(tmp_path / "straight")
