@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as configs
+from jaxtrain import tokenize
+from jaxtrain.config import ConfigError
 from jaxtrain.config import data as sources
 from jaxtrain.data import corpus, folders, loader, packing, row_plan, shards, tokenization
 from jaxtrain.errors import UserError
@@ -89,6 +91,16 @@ def test_what_was_begun_otherwise_is_refused(text_folder, written, tmp_path):
         tokenized(text_folder, tmp_path / "full")
     with pytest.raises(UserError, match="is tokenized already"):
         tokenized(written, tmp_path / "again")
+
+
+def test_wrong_arguments_of_the_command_are_refused_together(tmp_path):
+    (tmp_path / "file").write_text("")
+    wrong = ["--workers=0", "--shard-tokens=0", "--holdout=1"]
+    with pytest.raises(ConfigError, match=r"--workers: must be[\s\S]*--shard-tokens: must be[\s\S]*--holdout: must be"):
+        tokenize.main([f"--input={tmp_path}/file", f"--output={tmp_path}/out", *wrong])
+    for output, what in (("", "is empty"), (tmp_path / "file", "is a file")):
+        with pytest.raises(ConfigError, match=f"--output=.*: {what}; name a folder"):
+            tokenize.main([f"--input={tmp_path}/file", f"--output={output}"])
 
 
 def test_a_bad_record_stops_and_finished_shards_stay(text_folder, tmp_path):
@@ -191,6 +203,8 @@ import sys, time
 start = time.monotonic()
 import numpy as np
 from jaxtrain import config as configs
+from jaxtrain import tokenize
+from jaxtrain.config import ConfigError
 from jaxtrain.data import corpus, loader
 config = configs.default_config()
 config.data.update(paths=(sys.argv[1],), seq_len_tokens=8192, global_batch_rows=64, holdout_fraction=0.0)
