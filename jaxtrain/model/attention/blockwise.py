@@ -16,36 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
-from jaxtrain.model.attention.merge import row_sums, saved_lse, sinks_gradient, with_sinks
+from jaxtrain.model.attention.merge import given_lse, row_sums, saved_lse
 from jaxtrain.model.softcap import capped
 from jaxtrain.remat.policy import name
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(q, k, v, mask: Mask, settings: Settings, sinks: jax.Array | None = None) -> jax.Array:
-    """As `reference.attend`.
-
-    Args:
-      q [B, T, K, G, H]; k, v [B, S, K, H]: the whole row; one float dtype. sinks: [K, G] float32 or None.
-    """
-    return _forward(q, k, v, mask, settings, sinks)[0]
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Attention to the whole row, with arguments and results of `reference.attend`; both results have gradients."""
+    return _forward(q, k, v, mask, settings)[0]
 
 
-def _forward(q, k, v, mask, settings, sinks):
-    """Output, and for the backward also one log-sum-exp per query."""
-    out, lse = forward(q, k, v, mask, settings, q.dtype if sinks is None else jnp.float32)
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
-    out, lse = name((out.astype(q.dtype), saved_lse(lse)), "attention")
-    return out, (q, k, v, mask, sinks, out, lse)
+def _forward(q, k, v, mask, settings):
+    out, lse = forward(q, k, v, mask, settings, q.dtype)
+    out, lse = name((out, saved_lse(lse)), "attention")
+    return (out, given_lse(lse)), (q, k, v, mask, out, lse)
 
 
-def _backward(settings, residuals, g):
-    q, k, v, mask, sinks, out, lse = residuals
-    sums = row_sums(g, out)
-    dq, dk, dv = backward(q, k, v, mask, settings, (out, lse, sums), g, q.dtype)
-    d_sinks = None if sinks is None else sinks_gradient(sinks, lse, sums)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, d_sinks
+def _backward(settings, residuals, gradients):
+    (q, k, v, mask, out, lse), (g, g_lse) = residuals, gradients
+    dq, dk, dv = backward(q, k, v, mask, settings, (out, lse, row_sums(g, g_lse, out)), g, q.dtype)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 attend.defvjp(_forward, _backward)

@@ -20,7 +20,7 @@ SQUARE = 1024  # largest piece on the diagonal that gets a mask
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> jax.Array:
-    """As `reference.attend`, for bfloat16 on GPU. `attention.limits.cudnn_refusal` lists what it cannot honour."""
+    """The output of `reference.attend`, in bfloat16 on GPUs. `attention.limits.cudnn_refusal` lists what it cannot honour."""
     seen = visible(mask)[:, None]
     out = jax.nn.dot_product_attention(_heads(q), k, v, mask=seen, scale=settings.scale, implementation="cudnn")
     return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
