@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
-from jaxtrain.model.attention.merge import given_lse, row_sums, saved_lse
+from jaxtrain.model.attention.merge import Saved, given_lse, row_sums, saved_lse
 from jaxtrain.model.softcap import capped
 from jaxtrain.remat.policy import name
 
@@ -35,7 +35,7 @@ def _forward(q, k, v, mask, settings):
 
 def _backward(settings, residuals, gradients):
     (q, k, v, mask, out, lse), (g, g_lse) = residuals, gradients
-    dq, dk, dv = backward(q, k, v, mask, settings, (out, lse, row_sums(g, g_lse, out)), g, q.dtype)
+    dq, dk, dv = backward(q, k, v, mask, settings, Saved(out, lse, row_sums(g, g_lse, out), g), q.dtype)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -75,15 +75,11 @@ def forward(q, k, v, mask: Mask, settings: Settings, dtype=jnp.float32):
     return tuple(jnp.moveaxis(_join(x, q.shape[1]), 3, 1) for x in (out, lse))
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved, g, dtype=jnp.float32):
-    """Gradients by q, in `dtype`, and by k and v, in float32, of attention of which these are some of the keys.
-
-    Args:
-      saved: output, log-sum-exp (`saved_lse`) and `row_sums` of attention to all keys; g: the gradient of that output.
-    """
-    lse, delta = (jnp.moveaxis(x, 1, 3) for x in saved[1:])
+def backward(q, k, v, mask: Mask, settings: Settings, saved: Saved, dtype=jnp.float32):
+    """Gradients of attention to these keys by q, in `dtype`, and by k and v, in float32. `saved`: of attention to all keys."""
+    lse, delta = (jnp.moveaxis(x, 1, 3) for x in (saved.lse, saved.sums))
     blocks = _Blocks(q, k, mask, settings)
-    heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(g)
+    heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(saved.g)
 
     def one_query_block(carry, i):
         q_i, g_i = blocks.queries(heads_q, i), blocks.queries(heads_g, i)
@@ -98,7 +94,7 @@ def backward(q, k, v, mask: Mask, settings: Settings, saved, g, dtype=jnp.float3
             ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
             dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
             dk_j = jnp.einsum("BKGTS,BKGTH->BKSH", ds, q_i, preferred_element_type=jnp.float32)
-            dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(g.dtype), g_i, preferred_element_type=jnp.float32)
+            dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(saved.g.dtype), g_i, preferred_element_type=jnp.float32)
             return dq_i, blocks.add_keys(dk, dk_j, j), blocks.add_keys(dv, dv_j, j)
 
         zero = jnp.zeros(q_i.shape, jnp.float32)

@@ -5,10 +5,26 @@ What a part gives: output [B, T, K, G, H] and log-sum-exp [B, T, K, G] float32, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class Saved(NamedTuple):
+    """What the backward of attention to some keys must know of the attention to all keys.
+
+    Attributes:
+      out: output [B, T, K, G, H].
+      lse: log-sum-exp [B, T, K, G] float32, as `saved_lse` keeps it.
+      sums: `row_sums`.
+      g: the gradient of the output.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    sums: jax.Array
+    g: jax.Array
 
 
 def merge(a: tuple, b: tuple) -> tuple:

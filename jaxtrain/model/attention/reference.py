@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.mask import Mask, Settings, visible
+from jaxtrain.model.attention.merge import Saved
 from jaxtrain.model.softcap import capped
 from jaxtrain.remat.policy import name
 
@@ -42,7 +43,7 @@ def attend(
 
 
 def forward(q, k, v, mask: Mask, settings: Settings):
-    """As `blockwise.forward`."""
+    """Attention to some keys, with arguments and results of `blockwise.forward`."""
     scores, seen, _ = _scores(q, k, mask, settings)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = scores.max(-1, keepdims=True)
@@ -54,9 +55,9 @@ def forward(q, k, v, mask: Mask, settings: Settings):
     return out, jnp.moveaxis(lse, 3, 1)
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved, g):
-    """As `blockwise.backward`."""
-    lse, delta = (jnp.moveaxis(x, 1, 3) for x in saved[1:])
+def backward(q, k, v, mask: Mask, settings: Settings, saved: Saved):
+    """Gradients of q, k and v in float32, with arguments of `blockwise.backward`."""
+    (lse, delta), g = (jnp.moveaxis(x, 1, 3) for x in (saved.lse, saved.sums)), saved.g
     scores, seen, slope = _scores(q, k, mask, settings)
     p = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse[..., None])
     dp = jnp.einsum("BTKGH,BSKH->BKGTS", g, v, preferred_element_type=jnp.float32)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
-from jaxtrain.model.attention.merge import given_lse, halves, join, merge, row_sums, saved_lse, select
+from jaxtrain.model.attention.merge import Saved, given_lse, halves, join, merge, row_sums, saved_lse, select
 from jaxtrain.parallel.collectives import all_to_all, axis_index, permute
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import name
@@ -116,18 +116,19 @@ def _forward(q, k, v, segments, window, ring):
 def _backward(ring, residuals, gradients):
     (q, k, v, segments, window, out, lse), (g, g_lse) = residuals, gradients
     part, steps, settings = BACKENDS[ring.backend].backward, _Steps(ring, segments, q), ring.settings
-    here, held, saved = steps.positions(0), jnp.concatenate([k, v], 2), (out, lse, row_sums(g, g_lse, out))
+    here, held = steps.positions(0), jnp.concatenate([k, v], 2)
+    saved = Saved(out, lse, row_sums(g, g_lse, out), g)
     passing = steps.send(held) if steps.count > 1 else None
-    dq, *sums = part(q, k, v, Mask(here, here, window, ring.causal), settings, saved, g)
+    dq, *sums = part(q, k, v, Mask(here, here, window, ring.causal), settings, saved)
     sums = jnp.concatenate(sums, 2)
 
     def compute(dq, held, step):
         def some(queries, keys):
-            (q, at, saved, g), (kv, key_at) = queries, keys
-            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings, saved, g)
+            (q, at, saved), (kv, key_at) = queries, keys
+            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings, saved)
             return dq, jnp.concatenate(sums, 2)
 
-        return steps.add(dq, some, (q, here, saved, g), (held, steps.positions(step)), step)
+        return steps.add(dq, some, (q, here, saved), (held, steps.positions(step)), step)
 
     def one_step(carry, step):
         dq, sums, held = carry
