@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,9 @@ def _backward(settings, residuals, gradients):
 attend.defvjp(_forward, _backward)
 
 
-def forward(q, k, v, mask: Mask, settings: Settings, dtype=jnp.float32):
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
     """Attention to some keys: output [B, T, K, G, H] in `dtype`, log-sum-exp [B, T, K, G] float32, -inf without any."""
     blocks = _Blocks(q, k, mask, settings)
     heads_q, heads_k, heads_v = _heads_first(q), _heads_first(k), _heads_first(v)
@@ -75,7 +78,9 @@ def forward(q, k, v, mask: Mask, settings: Settings, dtype=jnp.float32):
     return tuple(jnp.moveaxis(_join(x, q.shape[1]), 3, 1) for x in (out, lse))
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved: Saved, dtype=jnp.float32):
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, saved: Saved, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention to these keys by q, in `dtype`, and by k and v, in float32. `saved`: of attention to all keys."""
     lse, delta = (jnp.moveaxis(x, 1, 3) for x in (saved.lse, saved.sums))
     blocks = _Blocks(q, k, mask, settings)

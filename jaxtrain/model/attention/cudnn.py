@@ -26,7 +26,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Setti
     return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
 
 
-def forward(q, k, v, mask: Mask, settings: Settings):
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
     """Attention to some keys, like `blockwise.forward` without window and soft cap. A document is in one piece in its row.
 
     With `mask.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries.
@@ -36,7 +36,9 @@ def forward(q, k, v, mask: Mask, settings: Settings):
     return _triangle(q, k, v, mask.queries.segments, settings.scale)
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved: Saved):
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, saved: Saved
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of `forward` by q, k and v in float32, with arguments of `blockwise.backward`."""
     lse = jnp.where(jnp.isinf(saved.lse), 1e30, saved.lse)  # of a query that sees nothing: exp(score - lse) is 0
     rows = (q, saved.out, lse, saved.g)

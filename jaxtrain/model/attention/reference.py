@@ -42,7 +42,7 @@ def attend(
     return name(jnp.einsum("BKGTS,BSKH->BTKGH", probabilities.astype(v.dtype), v), "attention"), jnp.moveaxis(lse, 3, 1)
 
 
-def forward(q, k, v, mask: Mask, settings: Settings):
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
     """Attention to some keys, with arguments and results of `blockwise.forward`."""
     scores, seen, _ = _scores(q, k, mask, settings)
     scores = jnp.where(seen, scores, -jnp.inf)
@@ -55,7 +55,9 @@ def forward(q, k, v, mask: Mask, settings: Settings):
     return out, jnp.moveaxis(lse, 3, 1)
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved: Saved):
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, saved: Saved
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v in float32, with arguments of `blockwise.backward`."""
     (lse, delta), g = (jnp.moveaxis(x, 1, 3) for x in (saved.lse, saved.sums)), saved.g
     scores, seen, slope = _scores(q, k, mask, settings)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +177,7 @@ class _Steps:
         segments = jax.lax.dynamic_slice_in_dim(self.segments, source * self.length, self.length, 1)
         return Positions(jnp.broadcast_to(places, segments.shape), segments)
 
-    def merge(self, done, some, queries, keys, step):
+    def merge(self, done: tuple, some: Callable, queries: tuple, keys: tuple, step: jax.Array | int) -> tuple:
         """(output, log-sum-exp) `done` with those of a step merged in: `some(queries, keys)` of what is not hidden."""
         if not self.causal:
             return merge(done, some(queries, keys))
@@ -189,7 +190,9 @@ class _Steps:
         merged = merge(select(earlier, first, second), either)
         return join(select(earlier, merged, first), select(earlier, second, merged))
 
-    def add(self, dq, some, queries, keys, step):
+    def add(
+        self, dq: jax.Array, some: Callable, queries: tuple, keys: tuple, step: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array]:
         """dq with that of a step added, and the step's gradient of keys: `some(queries, keys)` of what is not hidden."""
         if self.causal and self.context.zigzag:
             earlier, pairs = self._pairs(queries, keys, step)
