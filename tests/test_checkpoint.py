@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.checkpoint import arrays as checkpoint_arrays
 from jaxtrain.checkpoint import files as checkpoint_files
 from jaxtrain.checkpoint.manager import Checkpointer, Wanted, restore_params, saved_steps
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
 
 FACTS = {"corpus": "abc123", "global_batch_rows": 32, "seq_len_tokens": 256}
@@ -86,8 +87,8 @@ def assert_identical(left, right):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def save_all(workdir, *steps, keep_last=9, **kwargs):
-    with Checkpointer(workdir, 1, keep_last, **kwargs) as checkpointer:
+def save_all(workdir, *steps, **keep):
+    with Checkpointer(workdir, 1, Keep(**{"last": 9} | keep)) as checkpointer:
         for step in steps:
             assert checkpointer.save(step, make_state(step), FACTS)
 
@@ -170,13 +171,13 @@ def test_saving_goes_on_in_the_background(tmp_path, monkeypatch):
 def test_should_save():
     assert [step for step in range(8) if Checkpointer("unused", 0).should_save(step, last=True)] == []
     checkpointer = object.__new__(Checkpointer)
-    checkpointer._save_every_steps = 3
+    checkpointer._save_every_steps, checkpointer._save_every_s, checkpointer._saves = 3, 0, True
     assert [step for step in range(8) if checkpointer.should_save(step, last=step == 7)] == [3, 6, 7]
     assert not pathlib.Path("unused").exists()
 
 
 def test_keeps_the_last_and_every_nth(tmp_path):
-    save_all(tmp_path, *range(1, 8), keep_last=2, keep_every_steps=4)
+    save_all(tmp_path, *range(1, 8), last=2, every_steps=4)
     assert saved_steps(tmp_path) == [4, 6, 7]
 
 
@@ -255,7 +256,7 @@ def test_odd_folders_are_passed_over_and_in_nobodys_way(run_of_three, caplog):
     (root / "6").symlink_to(root / "6")
     (root / "99999999999999999999").mkdir()
     (root / "3").rename(root / "8")
-    with Checkpointer(run_of_three, 1, keep_last=9) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=9)) as checkpointer:
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), same(FACTS))
         assert step == 2
         assert_identical(restored, make_state(2))
@@ -279,7 +280,7 @@ def test_renamed_step_alone_is_an_error_that_says_so(run_of_three):
 
 
 def test_good_checkpoints_stay_until_the_newest_is_known_to_be_good(tmp_path):
-    with pytest.raises(KeyError), Checkpointer(tmp_path, 1, keep_last=1) as checkpointer:
+    with pytest.raises(KeyError), Checkpointer(tmp_path, 1, Keep(last=1)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, make_state(step), FACTS)
             checkpointer.wait()
@@ -298,7 +299,7 @@ def test_deleting_takes_a_link_and_not_what_it_points_to(run_of_three, tmp_path)
     (root / "1").rename(tmp_path / "elsewhere")
     (root / "1").symlink_to(tmp_path / "elsewhere")
     (root / "deleting-0").mkdir()  # of a run that was killed
-    with Checkpointer(run_of_three, 1, keep_last=2) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=2)) as checkpointer:
         checkpointer.save(4, make_state(4), FACTS)
     assert sorted(path.name for path in root.iterdir()) == ["3", "4"]
     assert checkpoint_files.read_facts(tmp_path / "elsewhere")["step"] == 1
@@ -309,7 +310,7 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
     root = run_of_three / "checkpoints"
     (run_of_three / "metrics.jsonl").write_text("rows")
     again = Wanted(step=1, continues=lambda facts: facts == FACTS | {"again": 1})
-    with Checkpointer(run_of_three, 1, keep_last=9) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=9)) as checkpointer:
         assert checkpointer.look(abstract(make_state()), again) == (1, FACTS)
         assert saved_steps(run_of_three) == [1, 2, 3]
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), again)
@@ -373,12 +374,12 @@ def test_damage_never_costs_a_good_checkpoint(run_of_three):
     root = run_of_three / "checkpoints"
     for step, damage in ((2, "half of a data file cut"), (4, "garbage in the parameters")):
         DAMAGES[damage](root / str(step))
-    with Checkpointer(run_of_three, 1, keep_last=3) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=3)) as checkpointer:
         assert checkpointer.restore_newest(abstract(make_state()), same(FACTS))[2] == 3
         checkpointer.save(4, make_state(4), FACTS)
     assert saved_steps(run_of_three) == [1, 3, 4]
     DAMAGES["one flipped bit"](root / "4")
-    with Checkpointer(run_of_three, 1, keep_last=2) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=2)) as checkpointer:
         assert checkpointer.restore_newest(abstract(make_state()), same(FACTS))[2] == 3
         checkpointer.save(5, make_state(5), FACTS)
     assert saved_steps(run_of_three) == [3, 5]
@@ -491,7 +492,7 @@ def test_failure_to_read_arrays_is_not_damage(run_of_three, monkeypatch):
 
 @pytest.mark.parametrize("surfaces_at", ["wait", "next save", "close"])
 def test_failed_write_surfaces_and_costs_no_checkpoint(tmp_path, surfaces_at):
-    checkpointer = Checkpointer(tmp_path, 1, keep_last=1)
+    checkpointer = Checkpointer(tmp_path, 1, Keep(last=1))
     checkpointer.save(1, make_state(1), FACTS)
     checkpointer.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -15,6 +15,7 @@ from tiny import host
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as tool
 from jaxtrain.checkpoint.manager import Checkpointer, restore_params
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.command_line import command
 from jaxtrain.errors import UserError
 
@@ -25,7 +26,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     program = program_of(GOLDEN / "llama", model__vocab_pad_multiple=16)
     params = load(program, GOLDEN / "llama")
-    with Checkpointer(folder, 5, keep_last=3) as checkpointer:
+    with Checkpointer(folder, 5, Keep(last=3)) as checkpointer:
         for step, factor in ((5, 1), (10, 2), (20, 6)):
             state = {"params": jax.tree.map(lambda leaf, by=factor: leaf * by, params)}
             checkpointer.save(step, state | ({"step": jax.numpy.int32(20)} if step == 20 else {}), {"layer_order": [0, 1]})

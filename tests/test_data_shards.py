@@ -323,7 +323,6 @@ def test_feistel_is_a_permutation_that_depends_on_its_key():
     assert 0.49 < spread.mean() / 10**9 < 0.51 and abs(np.corrcoef(spread[:-1], spread[1:])[0, 1]) < 0.02
 
 
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_packing_ways_keep_every_token(tmp_path, rows):
     rng = np.random.default_rng(rows)

@@ -15,7 +15,7 @@ class Checkpoints:
     def should_save(self, step, last):
         return last or step % 5 == 0
 
-    def save(self, step, state, facts):
+    def save(self, step, state, facts, figures):
         self.saved.append(step)
 
     def rotate(self, good_step):

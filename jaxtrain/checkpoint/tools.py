@@ -38,7 +38,9 @@ class Saved:
     @property
     def holds(self) -> str:
         """What is in it."""
-        return "weights and optimizer" if any(arrays.item_of(name) != "params" for name in self.leaves) else "weights"
+        names = {"params": "weights", "ema": "EMA", "training": "optimizer"}
+        *most, last = [names[item] for item in files.items_of(self.leaves)]
+        return f"{', '.join(most)} and {last}" if most else last
 
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Parameters by name, "params/..." , on one device."""
@@ -46,7 +48,7 @@ class Saved:
         found = {}
         for name, text in self.leaves.items():
             dtype, shape = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()
-            if arrays.item_of(name) == "params":
+            if files.item_of(name) == "params":
                 found[name] = jax.ShapeDtypeStruct(tuple(map(int, filter(None, shape.split(",")))), dtype, sharding=where)
         return found
 
@@ -54,7 +56,7 @@ class Saved:
         """(name without "params/", array) one after the other, layers in order."""
         order = self.facts.get(LAYER_ORDER)
         for name, leaf in self.parameters().items():
-            array = np.asarray(arrays.read(self.folder, {name: leaf}, ("params",))[name])
+            array = np.asarray(arrays.read(self.folder, {name: leaf})[name])
             if order and name.startswith("params/blocks/") and list(order) != sorted(order):
                 array = array[np.argsort(order)]
             yield name.removeprefix("params/"), array
@@ -78,9 +80,8 @@ def _look(folder: pathlib.Path, step: int) -> Saved:
         facts, leaves = record["facts"], record["leaves"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Saved(step, folder, f"facts.json cannot be read: {error}", {}, {}, 0, folder.stat().st_mtime)
-    items = [item for item in files.ITEMS if any(arrays.item_of(name) == item for name in leaves)]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Saved(step, folder, files.damage(folder, items), facts, leaves, size, (folder / files.FACTS).stat().st_mtime)
+    return Saved(step, folder, files.damage(folder), facts, leaves, size, (folder / files.FACTS).stat().st_mtime)
 
 
 def table(found: Sequence[Saved]) -> str:
@@ -102,8 +103,7 @@ def table(found: Sequence[Saved]) -> str:
 
 def verify(saved: Saved) -> str:
     """Why a checkpoint is not what was written, with every byte read; "" if it is."""
-    items = [item for item in files.ITEMS if any(arrays.item_of(name) == item for name in saved.leaves)]
-    return saved.damage or files.data_damage(saved.folder, items)
+    return saved.damage or files.data_damage(saved.folder)
 
 
 def consolidate(saved: Saved, model: ml_collections.ConfigDict, target: pathlib.Path, dtype: str) -> int:
