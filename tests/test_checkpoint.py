@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import resource
@@ -179,6 +180,63 @@ def test_should_save():
 def test_keeps_the_last_and_every_nth(tmp_path):
     save_all(tmp_path, *range(1, 8), last=2, every_steps=4)
     assert saved_steps(tmp_path) == [4, 6, 7]
+
+
+def test_the_best_stay_and_are_known_after_a_restart(tmp_path):
+    keep, losses = Keep(last=1, best=2), {1: 5.0, 2: 3.0, 3: 4.0, 4: 6.0}
+    with Checkpointer(tmp_path, 1, keep) as checkpointer:
+        for step, loss in losses.items():
+            checkpointer.save(step, make_state(step), FACTS, {"eval_loss": loss, "eval_targets": math.nan})
+    assert saved_steps(tmp_path) == [2, 3, 4]
+    with Checkpointer(tmp_path, 1, keep) as checkpointer:
+        assert not checkpointer.improves({"eval_loss": 4.5}) and checkpointer.improves({"eval_loss": 3.5})
+        checkpointer.save(5, make_state(5), FACTS)
+        checkpointer.save(6, make_state(6), FACTS, {"eval_loss": 1.0})
+    assert saved_steps(tmp_path) == [2, 6]
+
+
+def test_saves_by_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    checkpointer, found = Checkpointer(tmp_path, 100, save_every_minutes=2), []
+    for step, at in ((1, 100.0), (2, 119.0), (3, 121.0), (4, 200.0), (5, 240.0), (6, 242.0)):
+        now[0] = at
+        if checkpointer.should_save(step):
+            found.append(step)
+            checkpointer._last_save = at
+    assert found == [3, 6] and checkpointer.should_save(100) and checkpointer.should_save(7, last=True)
+
+
+def test_weights_alone_are_smaller_and_no_run_goes_on_from_them(tmp_path):
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        checkpointer.save(1, make_state(1), FACTS)
+    with Checkpointer(tmp_path, 1, weights_only=True) as checkpointer:
+        checkpointer.save(2, make_state(2), FACTS)
+    root = tmp_path / "checkpoints"
+    sizes = [sum(path.stat().st_size for path in (root / str(step)).rglob("d/*")) for step in (1, 2)]
+    assert not (root / "2" / "training").exists() and 2.5 * sizes[1] < sizes[0]
+    params, _, step = restore_params(tmp_path, abstract(make_state().params))
+    assert step == 2
+    assert_identical(params, make_state(2).params)
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        for call in (checkpointer.look, checkpointer.restore_newest):
+            with pytest.raises(UserError, match=r"2 holds the weights alone .*init_from=.*/2.* checkpoint.restore_step=1$"):
+                call(abstract(make_state()), same(FACTS))
+        assert checkpointer.restore_newest(abstract(make_state()), Wanted(step=1))[2] == 1
+    assert saved_steps(tmp_path) == [1]  # set aside, not damaged
+    assert [path.name for path in (root / "set_aside").iterdir()] == ["2-1"]
+
+
+def test_fields_that_may_begin_anew_are_not_read(run_of_three):
+    other = abstract(make_state(optimizer=optax.sgd(0.1, momentum=0.9)))
+    seen = []
+    wanted = Wanted(same(FACTS).problems, anew=lambda facts, misfits: seen.append(misfits) or {"opt_state"})
+    with Checkpointer(run_of_three, 1) as checkpointer:
+        assert checkpointer.look(other, wanted)[0] == 3
+        state, _, _ = checkpointer.restore_newest(other, wanted)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.opt_state))
+    assert_identical((state.step, state.params), (make_state(3).step, make_state(3).params))
+    assert all(name.startswith("opt_state/") for name in seen[0])
 
 
 def test_saving_a_step_again_leaves_it_as_it_is(run_of_three):

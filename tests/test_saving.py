@@ -1,7 +1,10 @@
 """Which states are saved: none while steps are being skipped, and what is advised then."""
 
+import math
+
 import pytest
 
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
 from jaxtrain.train.saving import Keeper
 
@@ -64,6 +67,39 @@ def test_a_run_that_ends_while_skipping_says_so():
     with pytest.raises(UserError, match="ended at step 8 with weights that are not saved: .*checkpoint.restore_step=5 "):
         keeper.finish(8)
     assert checkpoints.saved == [5]
+
+
+KEPT = {
+    "the last": (Keep(last=2), {40, 50}),
+    "every 20": (Keep(last=1, every_steps=20), {20, 40, 50}),
+    "every 10 minutes": (Keep(last=1, every_minutes=10), {10, 30, 50}),  # saved at 0, 9, 11, 12, 22 minutes
+    "the best": (Keep(last=1, best=1), {20, 50}),
+    "the best two": (Keep(last=1, best=2), {20, 40, 50}),
+    "the largest": (Keep(last=1, best=1, mode="max"), {10, 50}),
+    "another figure": (Keep(last=1, best=1, metric="ema_eval_loss"), {30, 50}),
+    "more than there are": (Keep(last=1, best=9), {10, 20, 30, 40, 50}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_stays(name):
+    """Of steps with losses 3, 1, none, 2, none; only 30 has another figure. Those without a figure are never the best."""
+    keep, wanted = KEPT[name]
+    figures = {
+        step: {"eval_loss": loss} for step, loss in zip(range(10, 60, 10), (3.0, 1.0, math.inf, 2.0, math.nan), strict=True)
+    }
+    figures[30] = {"ema_eval_loss": 5.0}
+    times = {step: 60.0 * minute for step, minute in zip(figures, (0, 9, 11, 12, 22), strict=True)}
+    found = keep.kept({step: keep.loss(of_step) for step, of_step in figures.items()}, times)
+    assert found == (wanted - {30, 50} | {50} if name == "more than there are" else wanted)
+
+
+def test_what_is_better():
+    keep = Keep(best=2)
+    assert keep.improves({"eval_loss": 2.0}, [3.0, 1.0]) and not keep.improves({"eval_loss": 3.0}, [3.0, 1.0])
+    assert keep.improves({"eval_loss": 9.0}, [3.0]) and not keep.improves({"eval_loss": math.nan}, [])
+    assert not keep.improves({}, []) and not Keep(best=0).improves({"eval_loss": 1.0}, [])
+    assert Keep(best=1, mode="max").improves({"eval_loss": 4.0}, [-3.0])
 
 
 @pytest.mark.parametrize("first_bad, advised", [(12, "restore_step=10"), (11, "restore_step=5"), (6, "another --workdir")])

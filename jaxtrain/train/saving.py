@@ -89,7 +89,7 @@ class Keeper:
         except Exception:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
-        if self._failing or step <= start or not self._checkpointer.should_save(step, last=True):
+        if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
             return
         if jax.process_count() > 1:
             log.error("Step %d is not saved: that takes all processes, and others may be elsewhere", step)
