@@ -517,7 +517,7 @@ def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tm
 
 
 def test_moving_average_and_best_over_an_error(place, tmp_path):
-    """Step 7 fails: step 6 is saved, and with it goes on bit by bit. Evaluations are of both, the best one of the average stays."""
+    """Step 7 fails: step 6 is saved, and with it goes on bit by bit. Both are evaluated, the best average stays."""
     settings = ("train.ema_decay=0.8", "train.num_steps=12", "eval.every_steps=2", "checkpoint.save_every_steps=8")
     best = "checkpoint.keep_best=1", "checkpoint.best_metric=ema_eval_loss", "checkpoint.keep_last=1"
     whole = train(place, tmp_path / "whole", *settings, "checkpoint.best_metric=ema_eval_loss")
