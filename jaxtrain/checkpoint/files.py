@@ -41,15 +41,16 @@ _READERS = 8
 
 def steps(root: pathlib.Path) -> list[int]:
     """Steps that have a folder, ascending, whole or not. Saves in progress are not among them."""
-    return sorted(int(path.name) for path in _entries(root) if _names_step(path.name) and path.is_dir())
+    return sorted(int(path.name) for path in _entries(root) if names_step(path.name) and path.is_dir())
 
 
 def strays(root: pathlib.Path) -> list[pathlib.Path]:
     """What looks like a step and is none: 007, digits of other scripts, a file or a link to nowhere in a step's place."""
-    return sorted(p for p in _entries(root) if p.name.isdecimal() and not (_names_step(p.name) and p.is_dir()))
+    return sorted(p for p in _entries(root) if p.name.isdecimal() and not (names_step(p.name) and p.is_dir()))
 
 
-def _names_step(name: str) -> bool:
+def names_step(name: str) -> bool:
+    """Whether a folder of this name may be a step."""
     return name.isascii() and name.isdecimal() and name == str(int(name))
 
 

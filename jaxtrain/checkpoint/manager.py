@@ -22,11 +22,11 @@ import jax
 
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.checkpoint.choice import FORMAT, Wanted, all_damaged, choose, on_first, to_read
+from jaxtrain.checkpoint.remote import FOLDER, Copies
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
 from jaxtrain.runtime import control
 
-FOLDER = "checkpoints"
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +39,7 @@ class Checkpointer:
       keep: which checkpoints stay. Others are deleted only after a newer one is complete and known to be good (`rotate`).
       save_every_minutes: `should_save` says yes also when no save has begun for so long; 0: not. With neither nothing is saved
         and no folder is made.
+      copy_to: URL to which complete checkpoints are copied (`checkpoint.remote`), and from which newer ones come; "": none.
       weights_only: weights and their moving average are saved, the rest of the state is not; no run can go on from them.
 
     Raises:
@@ -52,6 +53,7 @@ class Checkpointer:
         keep: Keep | None = None,
         save_every_minutes: float = 0.0,
         weights_only: bool = False,
+        copy_to: str = "",
     ):
         self._root = _root(workdir)
         self._save_every_steps, self._save_every_s, self._weights_only = save_every_steps, 60 * save_every_minutes, weights_only
@@ -65,6 +67,7 @@ class Checkpointer:
         self._deleter = concurrent.futures.ThreadPoolExecutor(1, "delete checkpoints")
         if self._saves:
             _check_writable(self._root)
+        self._copies = Copies(copy_to) if copy_to and jax.process_index() == 0 else None
 
     def should_save(self, step: int, last: bool = False) -> bool:
         """Whether the state after `step` optimizer steps is due to be saved; `last`: it is the end of the run."""
@@ -129,6 +132,8 @@ class Checkpointer:
         happens before that is known of the newest checkpoint: good ones must not go for one with ruined weights.
         """
         newest = self._newest
+        if newest and self._copies and files.is_complete(self._root / str(newest)):
+            self._copies.add(self._root, newest)
         if not newest or good_step <= newest or jax.process_index() or not files.is_complete(self._root / str(newest)):
             return
         self._newest, steps, losses = 0, files.steps(self._root), self._losses or {}
@@ -136,6 +141,8 @@ class Checkpointer:
         for step in set(steps) - self._keep.kept({step: losses.get(step, math.inf) for step in steps}, times):
             try:
                 self._deleter.submit(files.remove, files.retire(self._root, step))
+                if self._copies:
+                    self._copies.drop(step)
             except OSError as error:
                 _log.warning("%s could not be deleted: %s", self._root / str(step), error.strerror)
 
@@ -147,6 +154,8 @@ class Checkpointer:
             self._writer.wait_until_finished()
         except arrays.WRITE_ERRORS as error:
             raise self._failure(error) from error
+        if self._copies:
+            self._copies.add(self._root, self._saving[0])
         self._saving = None
 
     def _known_losses(self) -> dict[int, float]:
@@ -171,8 +180,10 @@ class Checkpointer:
     def look(self, abstract_state: Any, wanted: Wanted) -> tuple[int, dict] | None:
         """The step that `restore_newest` would restore and its facts, as far as can be told without reading array data.
 
-        For a refusal at once. None, or UserError, as `restore_newest`, but that damage of array data alone is not seen.
+        For a refusal at once. None, or UserError, as `restore_newest`, but that damage of array data alone is not seen. A newer
+        step comes from where checkpoints are copied to.
         """
+        on_first(lambda: self._copies.fetch(self._root, wanted.step or 0) or "" if self._copies else "")
         step, record, damaged = choose(self._root, arrays.named_leaves(abstract_state), wanted, files.ITEMS, contents=False)
         if step is None and damaged:
             raise UserError(all_damaged(self._root, damaged))
@@ -235,6 +246,9 @@ class Checkpointer:
     def _end(self) -> None:
         self._deleter.shutdown()
         self._deleter = concurrent.futures.ThreadPoolExecutor(1, "delete checkpoints")
+        copies, self._copies = self._copies, None
+        if copies:
+            copies.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -269,6 +283,8 @@ class Checkpointer:
             _log.warning("%s is later than checkpoint.restore_step: moved to %s", self._root / str(other), target)
         if later and self._saves and (metrics := self._root.parent / "metrics.jsonl").is_file():
             shutil.copyfile(metrics, target.with_name(f"{target.name}.metrics.jsonl"))
+        if self._copies:
+            self._copies.went_back_to(step)
         return ""
 
     def _failure(self, error: Exception) -> UserError:

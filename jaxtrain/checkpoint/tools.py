@@ -15,7 +15,8 @@ import numpy as np
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.checkpoint.hf import tensor_files
 from jaxtrain.checkpoint.hf.tensor_files import DTYPES
-from jaxtrain.checkpoint.manager import FOLDER, Checkpointer
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.remote import FOLDER, Store
 from jaxtrain.errors import UserError
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -99,6 +100,11 @@ def table(found: Sequence[Saved]) -> str:
     rows.insert(0, ("step", "saved", "GB", "holds", "files"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def remote_table(url: str) -> str:
+    """One line a checkpoint that is whole under a URL."""
+    return "\n".join(["step  GB", *(f"{step:<4}  {size / 1e9:.3f}" for step, size in Store(url).sizes().items())])
 
 
 def verify(saved: Saved) -> str:

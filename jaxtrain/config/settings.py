@@ -220,6 +220,12 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "eval_loss_NAME and so on; of the moving average ema_eval_loss and so on.",
         ),
         "best_mode": Setting("min", "With keep_best: whether the least or the largest is best.", choices=("min", "max")),
+        "copy_to": Setting(
+            "",
+            "URL (s3://BUCKET/RUN, gs://...) to which each complete checkpoint is copied, and from which a workdir that has no "
+            "newer one gets the newest there; empty: none.",
+            location=True,
+        ),
         "restore_step": Setting(
             0,
             "Go on from the checkpoint of this step though there are later ones, which are moved to checkpoints/set_aside, but "
@@ -228,8 +234,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "init_from": Setting(
             "",
-            "Workdir of another run, WORKDIR/checkpoints/STEP, or a Hugging Face folder: a new run begins with these weights "
-            "alone; empty: with new ones.",
+            "Workdir of another run, WORKDIR/checkpoints/STEP, a URL of either, or a Hugging Face folder: a new run begins "
+            "with these weights alone; empty: with new ones.",
             location=True,
         ),
         "on_config_change": Setting(

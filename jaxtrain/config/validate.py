@@ -348,7 +348,9 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
-    for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only"):
+    if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
+        found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")
+    for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only", "copy_to"):
         if config.checkpoint[key] and not saves:
             found.append(f"checkpoint.{key}: nothing is saved with checkpoint.save_every_steps=0")
     if config.checkpoint.keep_best and not config.eval.every_steps:

@@ -191,7 +191,7 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"{url}: {error}") from error
 
 
-def retried(read: Callable[[], _Result], what: str) -> _Result:
+def retried(read: Callable[[], _Result], what: str, how: str = "read") -> _Result:
     """What `read` returns, tried again with growing waits where a remote store fails. Raises UserError in the end.
 
     What trying cannot mend is raised at once: a missing file, a refused permission.
@@ -202,13 +202,13 @@ def retried(read: Callable[[], _Result], what: str) -> _Result:
         except FileNotFoundError:
             raise
         except PermissionError as error:
-            raise UserError(f"cannot read {what}: permission refused ({error}); check the credentials") from error
+            raise UserError(f"cannot {how} {what}: permission refused ({error}); check the credentials") from error
         except Exception as error:  # each store's client has errors of its own
             if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-                raise UserError(f"cannot read {what}: {error}") from error
+                raise UserError(f"cannot {how} {what}: {error}") from error
             if attempt == RETRIES:
                 raise UserError(
-                    f"cannot read {what}: {type(error).__name__}: {error}; tried {RETRIES + 1} times; start it again"
+                    f"cannot {how} {what}: {type(error).__name__}: {error}; tried {RETRIES + 1} times; start it again"
                 ) from error
             time.sleep(FIRST_WAIT_S * 2**attempt)
     raise AssertionError

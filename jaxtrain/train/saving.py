@@ -25,7 +25,7 @@ def open_checkpointer(config: ml_collections.ConfigDict, workdir: pathlib.Path) 
     """The Checkpointer of section `checkpoint`."""
     c = config.checkpoint
     keep = Keep(c.keep_last, c.keep_every_steps, c.keep_every_minutes, c.keep_best, c.best_metric, c.best_mode)
-    return Checkpointer(workdir, c.save_every_steps, keep, c.save_every_minutes, c.weights_only)
+    return Checkpointer(workdir, c.save_every_steps, keep, c.save_every_minutes, c.weights_only, c.copy_to)
 
 
 def require_metric(config: ml_collections.ConfigDict, sets: Sequence[str]) -> None:

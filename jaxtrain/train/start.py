@@ -19,8 +19,11 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint import remote
+from jaxtrain.checkpoint.choice import on_first
 from jaxtrain.checkpoint.hf import carried, reading
-from jaxtrain.checkpoint.manager import FOLDER, Checkpointer, Wanted, restore_params
+from jaxtrain.checkpoint.manager import Checkpointer, Wanted, restore_params
+from jaxtrain.checkpoint.remote import FOLDER
 from jaxtrain.config import setting
 from jaxtrain.config.changes import Change, changes, recorded
 from jaxtrain.errors import UserError
@@ -52,8 +55,8 @@ class Start:
 
     def check(self, checkpointer: Checkpointer) -> None:
         """Raises UserError, before anything is compiled, if the run cannot go on from the checkpoint that there is."""
-        found, source = checkpointer.look(self._program.abstract_state, self._wanted), self._config.checkpoint.init_from
-        if not found and source:
+        found = checkpointer.look(self._program.abstract_state, self._wanted)
+        if not found and (source := self._source()):
             _weights_of(source, self._program, self._own, read=False)
 
     def state(self, checkpointer: Checkpointer) -> tuple[TrainState, int]:
@@ -61,6 +64,7 @@ class Start:
         restored = checkpointer.restore_newest(self._program.abstract_state, self._wanted)
         source = self._config.checkpoint.init_from
         if not restored:
+            source = self._source()
             state = control.compiled_together(self._program.init)(self._config.train.seed)
             if source:
                 jax.tree.map(lambda x: x.delete(), (state.params, state.ema))  # room for the others
@@ -79,6 +83,14 @@ class Start:
         for key in anew:
             log.warning("Of step %d the weights are kept, %s begins anew", step, ANEW[key])
         return state, step
+
+    def _source(self) -> str:
+        """checkpoint.init_from; of a URL the copy of one step that is made in WORKDIR/init_from."""
+        source, folder = self._config.checkpoint.init_from, self._workdir / "init_from"
+        if not remote.is_remote(source):
+            return source
+        on_first(lambda: "" if (folder / FOLDER).is_dir() else remote.fetch_one(source, folder))
+        return str(folder)
 
     def _begun(self, state: TrainState, fields: list[str]) -> TrainState:
         """The state with these fields as they are before the first step with its weights."""
