@@ -424,7 +424,8 @@ def test_interrupted_save_is_passed_over(run_of_three, caplog):
         assert step == 2
         assert [str(root / "3.orbax-checkpoint-tmp") in record.getMessage() for record in caplog.records] == [True]
         checkpointer.save(4, make_state(4), FACTS)
-    assert sorted(path.name for path in root.iterdir()) == ["2", "4"]
+    assert sorted(path.name for path in root.iterdir()) == ["2", "4", "damaged"]
+    assert (root / "damaged" / "3.orbax-checkpoint-tmp-1" / "params").is_dir()
 
 
 def test_damage_never_costs_a_good_checkpoint(run_of_three):

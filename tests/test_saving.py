@@ -27,6 +27,11 @@ class Checkpoints:
     def wait(self):
         pass
 
+    def busy(self):
+        return bool(self.saved) and self.saved[-1] in self.slow
+
+    slow = ()
+
     def newest_before(self, step):
         return max((saved for saved in self.saved if saved < step), default=0)
 
@@ -53,6 +58,21 @@ def test_a_save_that_is_due_waits_until_a_step_is_fine():
     keeper_after(checkpoints, [0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 1])
     assert checkpoints.saved == [7, 10]
     assert checkpoints.rotated == [1, 2, 3, 7, 8, 9, 10]
+
+
+def test_a_save_that_is_due_waits_until_the_one_before_is_written():
+    checkpoints, keeper = Checkpoints(), None
+    keeper = Keeper(checkpoints, Held(), {})
+    checkpoints.slow = [5]
+    for step in range(1, 13):
+        keeper.finished(step, 0)
+        checkpoints.slow = [] if step == 11 else [5]
+        if keeper.due(step, False):
+            keeper.save(step, None, {}, at_once=False)
+    assert checkpoints.saved == [5, 11]
+    checkpoints.slow = [11]
+    keeper.save(12, None, {})
+    assert checkpoints.saved == [5, 11, 12]
 
 
 def test_weights_without_a_finite_held_out_loss_are_not_saved():

@@ -74,9 +74,9 @@ def remove_unfinished(folders: Iterable[pathlib.Path]) -> None:
         time.sleep(0.1)
 
 
-def interrupted(root: pathlib.Path) -> list[pathlib.Path]:
-    """What a killed run was writing or deleting."""
-    return unfinished(root) + sorted(path for path in _entries(root) if path.name.startswith(_DELETING))
+def leaving(root: pathlib.Path) -> list[pathlib.Path]:
+    """What a killed run was deleting."""
+    return sorted(path for path in _entries(root) if path.name.startswith(_DELETING))
 
 
 def retire(root: pathlib.Path, step: int) -> pathlib.Path:

@@ -167,6 +167,10 @@ class Checkpointer:
             self._losses = {int(step): loss for step, loss in json.loads(on_first(lambda: json.dumps(found))).items()}
         return self._losses
 
+    def busy(self) -> bool:
+        """Whether a save is still being written; the same on all processes."""
+        return self._saving is not None and not control.gather(files.is_complete(self._root / str(self._saving[0])))[0]
+
     def newest(self) -> int | None:
         """The newest step with a checkpoint; None without any. Whether it is whole is not looked at."""
         return max(files.steps(self._root), default=None)
@@ -263,7 +267,9 @@ class Checkpointer:
         if step in files.steps(self._root):
             return "saved already"
         if self._writer is None:
-            files.remove_unfinished(files.interrupted(self._root))
+            for path in files.unfinished(self._root):
+                _log.warning("%s was not finished: moved to %s", path, files.move_aside(self._root, path.name))
+            files.remove_unfinished(files.leaving(self._root))
         if self._root / str(step) in files.strays(self._root):
             _log.warning("%s was no checkpoint: moved to %s", self._root / str(step), files.move_aside(self._root, step))
         return ""

@@ -139,6 +139,8 @@ def consolidate(saved: Saved, model: ml_collections.ConfigDict, target: pathlib.
 def average(found: Sequence[Saved], workdir: pathlib.Path) -> None:
     """Saves the mean of several checkpoints' weights as the checkpoint of the last one's step, weights alone, in another run.
 
+    Memory holds the mean, and of the others an array at a time.
+
     Raises UserError if they are of different models, or not whole.
     """
     first, last = found[0], found[-1]
@@ -146,17 +148,16 @@ def average(found: Sequence[Saved], workdir: pathlib.Path) -> None:
         _require_whole(saved)
         if saved.parameters() != first.parameters():
             raise UserError(f"{saved.folder}: has other weights than {first.folder}")
-    sums: dict[str, np.ndarray] = {}
+    means: dict[str, jax.Array] = {}
     for name in first.parameters():
         key, total = name.removeprefix("params/"), None
         for saved in found:
             [(_, array)] = dataclasses.replace(saved, leaves={name: saved.leaves[name]}).read()
             total = array.astype(np.float64) if total is None else total + array
-        sums[key] = (total / len(found)).astype(array.dtype)
-    params = arrays.nested({name: jax.device_put(array) for name, array in sums.items()})
+        means[key] = jax.device_put((total / len(found)).astype(array.dtype))
     facts = {key: value for key, value in last.facts.items() if key != LAYER_ORDER}  # `read` has put them in order
     with Checkpointer(workdir, save_every_steps=1) as checkpointer:
-        checkpointer.save(last.step, {"params": params}, facts | {"average_of": [saved.step for saved in found]})
+        checkpointer.save(last.step, {"params": arrays.nested(means)}, facts | {"average_of": [saved.step for saved in found]})
 
 
 def _require_whole(saved: Saved) -> None:

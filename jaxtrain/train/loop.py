@@ -168,9 +168,9 @@ class _Session:
                         self.throughput.pause()
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
-                        save_now = save_now or self.keeper.improves(self.last_eval)
-                    if save_now and not stop.stopped():
-                        self.keeper.save(step, state, self.last_eval if evaluate_now else {})
+                    best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
+                    if (save_now or best) and not stop.stopped():
+                        self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():
                     if pending:
                         self._finish(*pending, bar)

@@ -61,13 +61,19 @@ class Keeper:
         if not skipped_in_row:
             self._checkpointer.rotate(step)
 
-    def save(self, step: int, state: TrainState, evaluation: dict[str, float]) -> None:
-        """Saves, or postpones it until a step is fine again. `evaluation`: of this state, as far as there is one."""
+    def save(self, step: int, state: TrainState, evaluation: dict[str, float], at_once: bool = True) -> None:
+        """Saves, or postpones it until a step is fine again and, unless `at_once`, the save before has been written.
+
+        `evaluation`: of this state, as far as there is one.
+        """
         if not self._first_bad and not np.isfinite(evaluation.get("eval_loss", 0.0)):
             self._first_bad = step + 1  # the gradient will say so too
         if self._first_bad and not self._postponed:
             log.warning("Step %d: no checkpoint is saved, nor any deleted, until a step is fine again", step)
-        self._postponed = bool(self._first_bad)
+        busy = not at_once and not self._first_bad and self._checkpointer.busy()
+        if busy and not self._postponed:
+            log.warning("Step %d: the checkpoint before is still being written, this one is saved when it is done", step)
+        self._postponed = bool(self._first_bad) or busy
         if not self._postponed:
             self._failing = True  # until it has begun
             self._lock.require_held()
