@@ -519,7 +519,8 @@ def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tm
 def test_moving_average_and_best_over_an_error(place, tmp_path):
     """Step 7 fails: step 6 is saved, and with it goes on bit by bit. Both are evaluated, the best average stays."""
     settings = ("train.ema_decay=0.8", "train.num_steps=12", "eval.every_steps=2", "checkpoint.save_every_steps=8")
-    best = "checkpoint.keep_best=1", "checkpoint.best_metric=ema_eval_loss", "checkpoint.keep_last=1"
+    best = "checkpoint.keep_best=1", "checkpoint.best_metric=ema_eval_loss", "checkpoint.best_mode=max"
+    best += ("checkpoint.keep_last=1",)
     whole = train(place, tmp_path / "whole", *settings, "checkpoint.best_metric=ema_eval_loss")
     assert whole.code == 0 and saved_steps(whole.workdir) == [8, 12], whole.log
     evaluated = {row["step"]: row for row in whole.rows if "eval_loss" in row}
@@ -527,13 +528,12 @@ def test_moving_average_and_best_over_an_error(place, tmp_path):
     assert whole.summary["final_ema_eval_loss"] == evaluated[12]["ema_eval_loss"]
     with pytest.raises(RuntimeError, match="the disk is gone"):
         train(place, tmp_path / "run", *settings, *best, learning_rate=interrupt_at(6, RuntimeError("the disk is gone")))
-    losses = {step: row["ema_eval_loss"] for step, row in evaluated.items() if step <= 6}
-    assert min(losses, key=losses.get) == 6 and saved_steps(tmp_path / "run") == [6]
+    assert max(evaluated, key=lambda step: evaluated[step]["ema_eval_loss"]) == 2  # the worst, to tell it from the last
+    assert saved_steps(tmp_path / "run") == [2, 6]
     resumed = train(place, tmp_path / "run", *settings, *best)
     assert resumed.code == 0, resumed.log
     jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
-    least = min(evaluated, key=lambda step: evaluated[step]["ema_eval_loss"])
-    assert saved_steps(resumed.workdir) == sorted({least, 12})
+    assert saved_steps(resumed.workdir) == [2, 12]
     found = evaluate(str(whole.workdir), [("data.paths", str(place / "corpus")), ("eval.max_rows", "16")], None, ema=True)
     assert found["eval"]["eval_loss"] == pytest.approx(evaluated[12]["ema_eval_loss"], rel=1e-5)
     for metric, words in (("eval_loss_x", "known: eval_loss, eval_perplexity"), ("loss", "no figure loss is evaluated")):
