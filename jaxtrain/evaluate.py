@@ -87,4 +87,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, of_a_run=True)
