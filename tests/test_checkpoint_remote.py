@@ -15,7 +15,7 @@ from jaxtrain.checkpoint import __main__ as tool
 from jaxtrain.checkpoint import lock, remote
 from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.checkpoint.retention import Keep
-from jaxtrain.data import files as data_files
+from jaxtrain.data import remote as data_remote
 from jaxtrain.errors import UserError
 
 
@@ -125,7 +125,7 @@ def test_one_run_at_a_time_copies_to_a_place(url, tmp_path, monkeypatch):
 
 
 def test_a_store_that_cannot_be_written_costs_no_step(url, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(data_files, "RETRIES", 0)
+    monkeypatch.setattr(data_remote, "RETRIES", 0)
 
     def fails(self, *args):
         raise UserError("cannot write there")

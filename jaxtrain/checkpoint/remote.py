@@ -19,7 +19,7 @@ from concurrent import futures
 from typing import Any
 
 from jaxtrain.checkpoint import files, lock
-from jaxtrain.data.files import filesystem, is_remote, retried
+from jaxtrain.data.remote import filesystem, is_remote, retried
 from jaxtrain.errors import UserError
 
 FOLDER, CONFIG = "checkpoints", "config.json"
