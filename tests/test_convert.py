@@ -50,7 +50,7 @@ def test_import_then_export_is_the_same_to_the_byte(tmp_path):
 def test_the_moving_average_is_exported(tmp_path):
     """Here it is twice the weights, of all but the embedding, which has none because it was frozen."""
     folder = imported(tmp_path, "qwen3", "--config.mesh.fsdp=1")
-    program = program_of(GOLDEN / "qwen3", mesh__fsdp=4)
+    program = program_of(GOLDEN / "qwen3", {"fsdp": 4})
     params = load(program, GOLDEN / "qwen3")
     trained = {key: leaf for key, leaf in params.items() if key != "embedder"}
     with Checkpointer(folder, 1) as checkpointer:

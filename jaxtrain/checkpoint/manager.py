@@ -187,7 +187,7 @@ class Checkpointer:
         For a refusal at once. None, or UserError, as `restore_newest`, but that damage of array data alone is not seen. A newer
         step comes from where checkpoints are copied to.
         """
-        on_first(lambda: self._copies.fetch(self._root, wanted.step or 0) or "" if self._copies else "")
+        on_first(lambda: ", ".join(map(str, self._copies.fetch(self._root, wanted.step or 0))) if self._copies else "")
         step, record, damaged = choose(self._root, arrays.named_leaves(abstract_state), wanted, files.ITEMS, contents=False)
         if step is None and damaged:
             raise UserError(all_damaged(self._root, damaged))

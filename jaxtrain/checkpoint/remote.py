@@ -132,13 +132,17 @@ class Copies:
         self._pool = futures.ThreadPoolExecutor(1, "copy checkpoints")
         self._seen: set[int] = set()
 
-    def fetch(self, root: pathlib.Path, step: int) -> None:
-        """Brings the newest whole step if it is newer than those of the workdir, and `step` (0: none) if that is not there."""
+    def fetch(self, root: pathlib.Path, step: int) -> list[int]:
+        """Brings the newest whole step if it is newer than those of the workdir, and `step` (0: none) if that is not there.
+
+        Returns the steps that have come.
+        """
         local = [own for own in files.steps(root) if not files.damage(root / str(own))]
         there = [own for own in reversed(self._store.sizes()) if own not in local]
         root.mkdir(parents=True, exist_ok=True)
-        for wanted in ([own for own in there if own > max(local, default=-1)], [own for own in there if own == step]):
-            next((own for own in wanted if self._pull(root, own)), None)
+        newer, named = [own for own in there if own > max(local, default=-1)], [own for own in there if own == step]
+        found = [next((own for own in wanted if self._pull(root, own)), None) for wanted in (newer, named)]
+        return [own for own in found if own is not None]
 
     def _pull(self, root: pathlib.Path, step: int) -> bool:
         if (root / str(step)).exists():
