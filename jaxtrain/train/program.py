@@ -154,10 +154,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=once(f.init, out_shardings=f.state),
-        begin={
-            "opt_state": once(f.begin_optimizer, out_shardings=f.opt_state),
-            "ema": once(f.begin_ema, out_shardings=f.ema),
-        },
+        begin={"opt_state": once(f.begin_optimizer, out_shardings=f.opt_state), "ema": once(f.begin_ema, out_shardings=f.ema)},
         train_step=jax.jit(
             f.train_step,
             out_shardings=(f.state, f.whole),

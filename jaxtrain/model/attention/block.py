@@ -74,13 +74,7 @@ class Layer:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023); K = N is multi-head, K = 1 multi-query."""
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        execution: Execution,
-        out_stddev: float,
-    ):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         layout = execution.layout
         self.model, self.layout, self.backend = model, layout, execution.attention_backend
         d, n = model.embed_dim, model.num_heads

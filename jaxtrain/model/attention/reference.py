@@ -12,12 +12,7 @@ from jaxtrain.remat.policy import name
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: Mask,
-    settings: Settings,
-    probability_mask: jax.Array | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, probability_mask: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(cap(scale * q k^T) under mask) v, and the log-sum-exp of the scores.
 
