@@ -33,7 +33,7 @@ ROOMS = {name.split(".")[0] for name in FLOOR_OF}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.parallel.sharding", "jaxtrain.parallel.mesh"}
 MAX_LINES = 400
 MAX_CODE_LINES_OF_A_FUNCTION, MAX_PARAMETERS = 60, 7
-# Functions that may have more parameters: one stands for a function of jax, with its arguments; of the other, which people call,
+# Functions that may have more parameters: one stands for a function of jax, with its arguments; of the other, which people call
 # all but two are options given by keyword.
 MANY_PARAMETERS = {"jaxtrain.runtime.compat.cudnn_attention_backward", "jaxtrain.generate.generate"}
 # Lines of code (no blanks, comments, docstrings) that a room may have: as measured on 2026-11-30, so that growth is a choice.
