@@ -110,6 +110,34 @@ def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, thr
     assert kept == set(before)
 
 
+def test_a_copy_or_a_deletion_that_is_cut_off_does_not_count(url, three, monkeypatch):
+    store, count = remote.Store(url), [0]
+    put, delete = remote.Store._put, remote.Store.delete
+
+    def only_the_first(function):
+        def call(self, *args):
+            count[0] += 1
+            if count[0] > 1:
+                raise KeyboardInterrupt  # the process is killed
+            return function(self, *args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.Store, "_put", only_the_first(put))
+        with pytest.raises(KeyboardInterrupt):
+            store.push(three / "checkpoints", 1)
+    assert store.sizes() == {} and len(store._files("checkpoints/1")) > 5
+    store.push(three / "checkpoints", 1)
+    assert list(store.sizes()) == [1]
+    with monkeypatch.context() as patch:
+        count[0] = 0
+        patch.setattr(remote.Store, "delete", only_the_first(delete))
+        with pytest.raises(KeyboardInterrupt):
+            store.remove(1)
+    assert store.sizes() == {} and store._files("checkpoints/1")
+
+
 def test_what_is_beside_comes_too(url, three, tmp_path):
     workdir = shutil.copytree(three, tmp_path / "run")
     (workdir / "config.json").write_text("{}")
