@@ -74,7 +74,7 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"{url}: {error}") from error
 
 
-def retried(read: Callable[[], _Result], what: str) -> _Result:
+def retried(read: Callable[[], _Result], what: str, how: str = "read") -> _Result:
     """What `read` returns, tried again with growing waits where a remote store fails. Raises UserError in the end.
 
     What trying cannot mend is raised at once: FileNotFoundError, and UserError for a refused permission.
@@ -83,19 +83,19 @@ def retried(read: Callable[[], _Result], what: str) -> _Result:
         try:
             return read()
         except PermissionError as error:
-            raise Refused(f"cannot read {what}: permission refused ({error}); check the credentials") from error
+            raise Refused(f"cannot {how} {what}: permission refused ({error}); check the credentials") from error
         except Exception as error:  # each store's client has errors of its own
             cause = error.__cause__ or error  # fsspec says of whatever goes wrong with HTTP that no file was found
             status = getattr(cause, "status", None)
             if isinstance(error, FileNotFoundError) and (cause is error or status in (404, 410) or not _of_network(cause)):
                 raise
             if status in _NO_USE and status not in _TRY_AGAIN:
-                raise Refused(f"cannot read {what}: the server answers {status} ({cause})") from error
+                raise Refused(f"cannot {how} {what}: the server answers {status} ({cause})") from error
             if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-                raise UserError(f"cannot read {what}: {error}") from error
+                raise UserError(f"cannot {how} {what}: {error}") from error
             if attempt == RETRIES:
                 raise UserError(
-                    f"cannot read {what}: {type(cause).__name__}: {cause}; tried {RETRIES + 1} times; start it again"
+                    f"cannot {how} {what}: {type(cause).__name__}: {cause}; tried {RETRIES + 1} times; start it again"
                 ) from error
             time.sleep(FIRST_WAIT_S * 2**attempt)
     raise AssertionError
