@@ -133,9 +133,9 @@ def open_folder(folder: pathlib.Path) -> dict[str, Header]:
     return headers
 
 
-def read(entry: Entry) -> np.ndarray:
-    """A tensor as a read-only view of its file, of a dtype of DTYPES; unmapped when the last view of it is gone."""
-    dtype = DTYPES[entry.dtype]
+def read(entry: Entry, dtype: np.dtype | None = None) -> np.ndarray:
+    """A tensor as a read-only view of its file, of `dtype` or that of DTYPES; unmapped when the last view of it is gone."""
+    dtype = dtype or DTYPES[entry.dtype]
     if not entry.bytes:
         return np.empty(entry.shape, dtype)
     offset = entry.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

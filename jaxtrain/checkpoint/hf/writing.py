@@ -87,7 +87,12 @@ def prepare(
     same = {name: shape for name, (_, shape) in kept.items()} == wanted
     dtypes = _dtypes(dtype, wanted, kept if same else {}, found, leaves)
     specs = {name: (name, dtypes[name], shape) for name, shape in wanted.items()}
-    if same and not max_bytes and all(dtypes[name] == of for name, (of, _) in kept.items()):
+    if (
+        same
+        and before.get("written_alike", True)
+        and not max_bytes
+        and all(dtypes[name] == of for name, (of, _) in kept.items())
+    ):
         files = [
             File(file, [specs[name] for name, *_ in facts["tensors"] if name in specs], facts["metadata"])
             for file, facts in before["files"].items()
