@@ -30,6 +30,8 @@ MESHES = {
     "deepseek_v3": ({"expert": 2, "tensor": 2},),
     "gpt2": ({"fsdp": 8},),
     "gemma2": ({"sequence": 2, "fsdp": 4},),
+    "gemma3": ({"pipeline": 2, "tensor": 2, "data": 2},),
+    "gpt_oss": ({"expert": 2, "tensor": 2, "fsdp": 2}, {"fsdp": 8}),
 }
 
 
@@ -69,7 +71,8 @@ def edit_config(folder, **changes):
 def tensors_of(folder):
     """Name: (dtype, array) of a folder, by this program's own reader."""
     entries = {name: e for header in tensor_files.open_folder(folder).values() for name, e in header.entries.items()}
-    return {name: (entry.dtype, np.array(tensor_files.read(entry))) for name, entry in entries.items()}
+    bits = np.dtype(np.uint8)
+    return {name: (e.dtype, np.array(tensor_files.read(e, bits if e.dtype == "U8" else None))) for name, e in entries.items()}
 
 
 def write(path, tensors):

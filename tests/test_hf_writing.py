@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
+import types
 
 import jax
 import numpy as np
 import pytest
-from hf import GOLDEN, NAMES, load, program_of
+from hf import ALIKE, GOLDEN, load, program_of
 from test_hf_reading import tensors_of
 from tiny import host
 
-from jaxtrain.checkpoint.hf import carried, config_json, reading, writing
+from jaxtrain.checkpoint import arrays
+from jaxtrain.checkpoint.hf import carried, config_json, reading, tensor_files, writing
+from jaxtrain.checkpoint.manager import Checkpointer, restore_params, saved_steps
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.train.program import LAYER_ORDER
 
 
 def export(program, params, folder, workdir, **options):
-    prepared = writing.prepare(params, program.model, program.layout, pathlib.Path(workdir), **options)
-    writing.write(prepared, pathlib.Path(folder), pathlib.Path(workdir), lambda text: [text])
+    """Saves a checkpoint of the weights as they lie on their mesh, and makes a folder of it."""
+    step = max(saved_steps(workdir), default=-1) + 1
+    with Checkpointer(workdir, save_every_steps=1, keep_last=100) as checkpointer:
+        checkpointer.save(step, {"params": params}, {LAYER_ORDER: program.layer_order})
+    stored, facts, _ = restore_params(workdir, program.abstract_state.params, step, reader=arrays.opened)
+    leaves, run = arrays.named_leaves(stored), pathlib.Path(workdir)
+    writing.write(writing.prepare(leaves, program.model, facts[LAYER_ORDER], run, **options), pathlib.Path(folder), run)
     return pathlib.Path(folder)
 
 
@@ -36,7 +46,7 @@ def same_files(folder, other):
     assert (folder / "generation_config.json").read_bytes() == (other / "generation_config.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALIKE)
 def test_read_then_written_is_the_same_to_the_byte(name, tmp_path):
     program, params = imported(name, tmp_path / "run")
     folder = export(program, params, tmp_path / "out", tmp_path / "run")
@@ -48,11 +58,85 @@ def test_read_then_written_is_the_same_to_the_byte(name, tmp_path):
     assert after["dtype"] == after["torch_dtype"] == before["dtype"]
 
 
+def test_quantized_experts_are_written_as_what_they_stand_for(tmp_path):
+    """MXFP4 becomes bfloat16, without losing a bit: read again, every number is the same."""
+    source = GOLDEN / "gpt_oss_mxfp4"
+    program, params = imported("gpt_oss_mxfp4", tmp_path / "run", {"expert": 2, "tensor": 2, "fsdp": 2})
+    jax.tree.map(np.testing.assert_array_equal, host(params), host(load(program_of(source), source)))
+    folder = export(program, params, tmp_path / "out", tmp_path / "run")
+    assert "quantization_config" not in config_json.read(folder) and config_json.read(folder)["dtype"] == "bfloat16"
+    assert {dtype for dtype, _ in tensors_of(folder).values()} == {"BF16"}
+    name = "model.layers.1.mlp.experts.down_proj"
+    entries = {n: e for header in tensor_files.open_folder(source).values() for n, e in header.entries.items()}
+    blocks, scales = (
+        np.array(tensor_files.read(entries[f"{name}_{part}"], np.dtype(np.uint8))) for part in ("blocks", "scales")
+    )
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    byte, power = int(blocks[3, 5, 0, 7]), int(scales[3, 5, 0])  # numbers 14 and 15 of row 5 of expert 3
+    for place, bits in ((14, byte & 15), (15, byte >> 4)):
+        stands_for = values[bits & 7] * (-1 if bits & 8 else 1) * 2.0 ** (power - 127)
+        assert float(tensors_of(folder)[name][1][3, place, 5]) == stands_for
+    jax.tree.map(np.testing.assert_array_equal, host(load(program_of(folder), folder)), host(load(program_of(source), source)))
+
+
+def test_damaged_quantized_tensors_are_named(tmp_path):
+    from test_hf_reading import copy, refused, rewritten
+
+    copy(tmp_path, "gpt_oss_mxfp4")
+    name = "model.layers.0.mlp.experts.gate_up_proj_scales"
+    path = tmp_path / "model.safetensors"
+    entry, content = tensor_files.read_header(path).entries[name], bytearray(path.read_bytes())
+    content[entry.start] = 255
+    path.write_bytes(content)
+    assert f"{name}: holds a scale that is none" in refused(tmp_path)
+    assert f"{name[:-7]} [6, 64, 32]: is missing" in refused(rewritten(tmp_path, lambda tensors: tensors.pop(name)))
+
+
+def test_the_text_of_a_model_of_images_is_written_as_a_model_of_text(tmp_path):
+    program, params = imported("gemma3_images", tmp_path / "run")
+    folder = export(program, params, tmp_path / "out", tmp_path / "run")
+    config = config_json.read(folder)
+    assert (config["architectures"], config["model_type"]) == (["Gemma3ForCausalLM"], "gemma3_text")
+    ours, theirs = tensors_of(folder), tensors_of(GOLDEN / "gemma3_images")
+    named = {name.removeprefix("language_model."): of for name, of in theirs.items() if name.startswith("language_model.")}
+    assert set(ours) == set(named)
+    for name, (dtype, array) in named.items():
+        assert ours[name][0] == dtype == "BF16"
+        np.testing.assert_array_equal(ours[name][1], array, name)
+    jax.tree.map(np.testing.assert_array_equal, host(load(program_of(folder), folder)), host(params))
+
+
+def test_arrays_are_read_by_layers(tmp_path):
+    """What is read at a time is a layer of an array at most, on whatever mesh it was saved; older checkpoints are read too."""
+    program, params = imported("llama", tmp_path / "run", {"fsdp": 2, "tensor": 2})
+    export(program, params, tmp_path / "out", tmp_path / "run")
+    stored, *_ = restore_params(tmp_path / "run", program.abstract_state.params, reader=arrays.opened)
+    for name, leaf in arrays.named_leaves(stored).items():
+        assert not name.startswith("blocks/") or leaf.chunk[0] == 1, name
+    whole = {name: dataclasses.replace(leaf, array=Whole(leaf.array)) for name, leaf in arrays.named_leaves(stored).items()}
+    prepared = writing.prepare(whole, program.model, program.layer_order, tmp_path / "run")
+    writing.write(prepared, tmp_path / "older", tmp_path / "run")
+    same_files(tmp_path / "older", GOLDEN / "llama")
+
+
+class Whole:
+    """An array that lies in one piece."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+        self.chunk_layout = types.SimpleNamespace(read_chunk=types.SimpleNamespace(shape=array.shape))
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+
 MESHES = {
     "llama": {"pipeline": 2, "tensor": 2, "data": 2},
     "gpt2": {"fsdp": 8},
     "llama_tied": {"tensor": 4, "fsdp": 2},
     "deepseek_v3": {"expert": 2, "tensor": 2, "data": 2},
+    "gemma3": {"sequence": 2, "fsdp": 4},
+    "gpt_oss": {"expert": 2, "tensor": 2, "fsdp": 2},
 }
 
 

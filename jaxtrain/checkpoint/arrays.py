@@ -6,6 +6,7 @@ parameters, and the rest of the state. Which step to take, and whether it is who
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -21,6 +22,7 @@ import numpy as np
 from jaxtrain.checkpoint import files
 
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # of the file system, the array store, the other processes
+_CHUNK_BYTES = 1 << 26
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +49,11 @@ def start_save(writer: Any, folder: pathlib.Path, leaves: dict[str, jax.Array]) 
     import orbax.checkpoint as ocp
 
     parts = {item: _part(leaves, item) for item in files.ITEMS}
-    trees = {item: ocp.args.PyTreeSave(nested(part)) for item, part in parts.items() if part}  # weights alone have no training
+    trees = {
+        item: ocp.args.PyTreeSave(nested(part), nested({name: _save_args(name) for name in part}))
+        for item, part in parts.items()
+        if part  # weights alone have no training
+    }
     writer.save(folder, args=ocp.args.Composite(**trees))
 
 
@@ -69,6 +75,52 @@ def read(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -
             )
         restored |= {f"params/{name}" if item == "params" else name: leaf for name, leaf in named_leaves(tree).items()}
     return restored
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array of a checkpoint that is read part by part.
+
+    Attributes:
+      chunk: shape of the pieces in which it lies; what is read of one costs the memory and time of all of it.
+    """
+
+    array: Any  # tensorstore.TensorStore
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return tuple(self.array.shape)
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """Of the pieces."""
+        return tuple(self.array.chunk_layout.read_chunk.shape)
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part."""
+        return self.array[index].read().result()
+
+
+def opened(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -> dict[str, Stored]:
+    """Arrays by leaf name, nothing of them read yet; see `read`."""
+    import tensorstore
+
+    found = {}
+    for name in leaves:
+        item, within = item_of(name), name.removeprefix("params/")
+        base = {"driver": "file", "path": f"{folder / item}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": within.replace("/", ".")}
+        found[name] = Stored(tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result())
+    return found
+
+
+def _save_args(name: str) -> Any:
+    """How an array is cut into pieces that are read by themselves: those of blocks at least by layer."""
+    import orbax.checkpoint as ocp
+
+    by_layer = {"blocks", "dense_blocks"} & set(name.split("/"))
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if by_layer else ())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

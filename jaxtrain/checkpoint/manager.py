@@ -13,7 +13,7 @@ import json
 import logging
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -248,7 +248,11 @@ class Checkpointer:
 
 
 def restore_params(
-    workdir: str | pathlib.Path, abstract_params: Any, step: int | None = None, read: bool = True
+    workdir: str | pathlib.Path,
+    abstract_params: Any,
+    step: int | None = None,
+    read: bool = True,
+    reader: Callable = arrays.read,
 ) -> tuple[Any, dict, int]:
     """Parameters alone, without reading optimizer state; changes nothing on disk, so a run may be writing meanwhile.
 
@@ -257,6 +261,7 @@ def restore_params(
       abstract_params: pytree of ShapeDtypeStruct with shardings (or of arrays).
       step: which checkpoint; None: the newest whole one, passing over damaged ones with a warning.
       read: False only looks, as far as that goes without reading array data, and returns None for params.
+      reader: `arrays.opened` gives `Stored` arrays, to be read part by part, in place of arrays.
 
     Returns:
       (params, facts, step).
@@ -276,7 +281,7 @@ def restore_params(
     if jax.process_index() == 0:
         for candidate, reason in damaged.items():
             _log.warning("%s is damaged (%s): using step %d instead", root / str(candidate), reason, chosen)
-    restored = arrays.read(root / str(chosen), leaves, ("params",))
+    restored = reader(root / str(chosen), leaves, ("params",))
     params = jax.tree.unflatten(jax.tree.structure(abstract_params), [restored[name] for name in leaves])
     return params, record["facts"], chosen
 

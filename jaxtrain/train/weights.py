@@ -96,15 +96,7 @@ def open_model(
       text: see `config_of`.
     """
     path = pathlib.Path(folder)
-    config = config_of(path, base or {}, overrides, text)
-    startup.initialize(config)
-    count = 1
-    for size in config.mesh.to_dict().values():
-        count *= size
-    devices = jax.devices() if jax.process_count() > 1 or count < 0 else jax.devices()[:count]
-    if count > len(devices):
-        raise UserError(f"mesh: {count} devices are asked for, there are {len(devices)}")
-    program = build_program(config, mesh.build(config, devices))
+    program = open_program(config_of(path, base or {}, overrides, text))
     if reading.is_folder(path):
         if step is not None:
             raise UserError(f"{folder}: is a Hugging Face folder, which has no step {step}")
@@ -113,6 +105,18 @@ def open_model(
         return Model(program, params, None, path)
     params, facts, step = restore_params(path, program.abstract_state.params, step)
     return Model(program, program.in_own_order(params, facts.get(LAYER_ORDER)), step, path)
+
+
+def open_program(config: ml_collections.ConfigDict) -> Program:
+    """The program of a config on the devices that its mesh takes: this process's first, or all of all processes."""
+    startup.initialize(config)
+    count = 1
+    for size in config.mesh.to_dict().values():
+        count *= size
+    devices = jax.devices() if jax.process_count() > 1 or count < 0 else jax.devices()[:count]
+    if count > len(devices):
+        raise UserError(f"mesh: {count} devices are asked for, there are {len(devices)}")
+    return build_program(config, mesh.build(config, devices))
 
 
 def end_ids(folder: str | pathlib.Path) -> list[int]:
