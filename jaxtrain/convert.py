@@ -49,9 +49,9 @@ def main(arguments: Sequence[str]) -> None:
     from jaxtrain.train import conversion  # late: a refused command must not wait for jax
 
     if args.action == "import":
-        conversion.import_folder(pathlib.Path(args.hf), pathlib.Path(args.workdir), overrides, args.narrow)
+        conversion.import_folder(args.hf, pathlib.Path(args.workdir), overrides, args.narrow)
     else:
-        conversion.export_run(pathlib.Path(args.workdir), pathlib.Path(args.hf), overrides, args.step, args.dtype, max_bytes)
+        conversion.export_run(pathlib.Path(args.workdir), args.hf, overrides, args.step, args.dtype, max_bytes)
 
 
 def parse_bytes(text: str) -> int:

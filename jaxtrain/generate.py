@@ -74,10 +74,11 @@ class Generator:
     """
 
     def __init__(self, workdir: str | os.PathLike, overrides: Sequence[tuple[str, Any]] = (), step: int | None = None):
+        from jaxtrain.data.files import is_remote
         from jaxtrain.data.tokenizers import get_tokenizer
         from jaxtrain.train import weights
 
-        self.path = folder("--workdir", workdir)
+        self.path = workdir if is_remote(os.fspath(workdir)) else folder("--workdir", workdir)
         base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
         self.config = weights.config_of(self.path, base, overrides, text=True)
         self.tokenizer: Tokenizer = get_tokenizer(self.config.data)

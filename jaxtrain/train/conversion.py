@@ -10,7 +10,7 @@ import jax
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import arrays
-from jaxtrain.checkpoint.hf import carried, reading, writing
+from jaxtrain.checkpoint.hf import carried, reading, remote, writing
 from jaxtrain.checkpoint.manager import Checkpointer, restore_params
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
@@ -23,12 +23,13 @@ log = logging.getLogger(__name__)
 Overrides = Sequence[tuple[str, str]]
 
 
-def import_folder(hf: pathlib.Path, workdir: pathlib.Path, overrides: Overrides, narrow: bool) -> None:
+def import_folder(hf: str, workdir: pathlib.Path, overrides: Overrides, narrow: bool) -> None:
     """Makes a run's folder: config.json, the weights as the checkpoint of step 0, and what `carried` keeps.
 
     Raises ConfigError or UserError for a folder that cannot be read, or a workdir that has a run already.
     """
-    if not reading.is_folder(hf):
+    folder = remote.local(hf)
+    if not reading.is_folder(folder):
         raise ConfigError([f"--hf={hf}: is no Hugging Face folder (a config.json with architectures or model_type)"])
     setup_logging()
     model = weights.open_model(hf, {"mesh.fsdp": -1}, overrides, narrow=narrow)
@@ -41,18 +42,16 @@ def import_folder(hf: pathlib.Path, workdir: pathlib.Path, overrides: Overrides,
     with Checkpointer(workdir, save_every_steps=1) as checkpointer:
         checkpointer.save(0, {"params": model.params}, {LAYER_ORDER: program.layer_order})
     if jax.process_index() == 0:
-        carried.keep(reading.open_source(hf), workdir)
+        carried.keep(reading.open_source(folder), workdir)
         config = program.config.copy_and_resolve_references().unlock()
-        if config.data.tokenizer == str(hf):
+        if config.data.tokenizer == hf:
             config.data.tokenizer = str((workdir / carried.FOLDER).absolute())
         configs.save(config, workdir / "config.json")
     control.meet()
     log.info("Wrote %s: the weights of %s as step 0; --config.checkpoint.init_from=%s trains from them", workdir, hf, workdir)
 
 
-def export_run(
-    workdir: pathlib.Path, hf: pathlib.Path, overrides: Overrides, step: int | None, dtype: str, max_bytes: int
-) -> None:
+def export_run(workdir: pathlib.Path, hf: str, overrides: Overrides, step: int | None, dtype: str, max_bytes: int) -> None:
     """Makes a Hugging Face folder of a run's checkpoint.
 
     Raises ConfigError or UserError for a run without such a checkpoint, a model that no architecture has, or a folder that
@@ -68,7 +67,7 @@ def export_run(
     order = facts.get(LAYER_ORDER) or range(count)
     prepared = writing.prepare(leaves, program.model, order, workdir, dtype, max_bytes)
     writing.write(prepared, hf, workdir)
-    size, kind = sum(path.stat().st_size for path in hf.glob("*.safetensors")), prepared.config["architectures"][0]
+    size, kind = sum(file.bytes for file in prepared.files), prepared.config["architectures"][0]
     what = f"{kind}, {prepared.config['dtype']}, {size / 1e9:.2f} GB in {len(prepared.files)} files"
     log.info("Wrote %s: step %d as %s", hf, step, what)
     if not dtype and prepared.narrower:

@@ -195,8 +195,11 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
     )
 
 
-def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
-    """Settings of the data section that a folder determines: its tokenizer, and whether documents begin with BOS."""
+def data_settings(folder: str | pathlib.Path, name: str = "") -> dict[str, Any]:
+    """Settings of the data section that a folder determines: its tokenizer, and whether documents begin with BOS.
+
+    `name`: by which the tokenizer is found later, if not by the folder's.
+    """
     path = pathlib.Path(folder)
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return {}
@@ -212,7 +215,7 @@ def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
     bos = bos["content"] if isinstance(bos, dict) else bos
     steps = [rules, *rules.get("processors", ())]
     first = [step["single"][0].get("SpecialToken", {}).get("id") for step in steps if step.get("single")]
-    return {"tokenizer": str(folder), "add_bos": bool(bos and facts.get("add_bos_token", bos in first))}
+    return {"tokenizer": name or str(folder), "add_bos": bool(bos and facts.get("add_bos_token", bos in first))}
 
 
 def settings_that_count(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from jaxtrain.checkpoint.hf import remote
 from jaxtrain.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -138,6 +139,7 @@ def read(entry: Entry, dtype: np.dtype | None = None) -> np.ndarray:
     dtype = dtype or DTYPES[entry.dtype]
     if not entry.bytes:
         return np.empty(entry.shape, dtype)
+    remote.fetch(entry.file, entry.start, entry.bytes)
     offset = entry.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     skip = entry.start - offset
     with entry.file.open("rb") as file:

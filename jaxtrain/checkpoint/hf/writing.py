@@ -20,7 +20,7 @@ import ml_collections
 import numpy as np
 
 from jaxtrain.checkpoint.arrays import Stored
-from jaxtrain.checkpoint.hf import carried, config_json, tables, tensor_files
+from jaxtrain.checkpoint.hf import carried, config_json, remote, tables, tensor_files
 from jaxtrain.checkpoint.hf.tensor_files import DTYPES, INDEX, ITEM_BYTES, SINGLE
 from jaxtrain.errors import UserError
 from jaxtrain.runtime import control
@@ -39,6 +39,11 @@ class File:
     name: str
     tensors: list[Spec]
     metadata: Mapping[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """Size of its tensors."""
+        return sum(math.prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in self.tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +110,18 @@ def prepare(
     return Export(files, _index(files, before.get("index")), config, found, leaves, min(came, default=""))
 
 
-def write(export: Export, folder: pathlib.Path, workdir: pathlib.Path) -> None:
+def write(export: Export, target: str | pathlib.Path, workdir: pathlib.Path) -> None:
     """Writes the folder; all processes call it. Raises UserError if it holds weights already, or cannot be written."""
     me, count = jax.process_index(), jax.process_count()
-    _together(lambda: _make(folder) if me == 0 else None)
+    there = remote.Target(target)
+    folder = there.local
+    _together(lambda: _make(there) if me == 0 else None)
     pieces = _pieces(export)
 
     def write_mine():
         for file in export.files[me::count]:
             _write_file(folder, file, pieces, export)
+            there.finished()
 
     _together(write_mine)
 
@@ -123,6 +131,7 @@ def write(export: Export, folder: pathlib.Path, workdir: pathlib.Path) -> None:
         if (workdir / carried.FOLDER).is_dir():
             carried.copy(workdir / carried.FOLDER, folder)
         (folder / config_json.NAME).write_text(json.dumps(export.config, indent=2, sort_keys=True) + "\n")
+        there.finished()
 
     _together(lambda: finish() if me == 0 else None)
 
@@ -140,10 +149,10 @@ def _together(work) -> None:
         raise UserError(problem)
 
 
-def _make(folder: pathlib.Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if held := sorted(path.name for path in folder.glob("*.safetensors*")):
-        raise UserError(f"{folder}: holds weights already ({', '.join(held[:4])}); choose another folder")
+def _make(target: remote.Target) -> None:
+    target.local.mkdir(parents=True, exist_ok=True)
+    if held := target.held("*.safetensors*"):
+        raise UserError(f"{target.name}: holds weights already ({', '.join(held[:4])}); choose another folder")
 
 
 def _parts(leaf: Stored, stacked: int) -> Iterator[Part]:
