@@ -15,7 +15,7 @@ import ml_collections
 from jaxtrain import config as configs
 from jaxtrain.command_line import folder, require_ranges
 from jaxtrain.config import validate
-from jaxtrain.runtime import chatter
+from jaxtrain.runtime import chatter, joining
 
 if TYPE_CHECKING:
     from jaxtrain.parity.check import Comparison
@@ -39,6 +39,10 @@ def train(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict
     """Trains to train.num_steps and returns the figures of WORKDIR/summary.json; continues where an earlier run stopped."""
     validate.require_valid(config)
     path = folder("--workdir", workdir)
+    from jaxtrain.observe.progress import setup_logging
+
+    setup_logging()
+    joining.join(config)
     chatter.load_jax(config.observe.verbose)
     from jaxtrain.train.loop import run
 

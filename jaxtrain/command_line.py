@@ -15,7 +15,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, values
 from jaxtrain.config.validate import problems
 from jaxtrain.errors import Stopped, UserError
-from jaxtrain.runtime import control
+from jaxtrain.runtime import control, joining
 
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
@@ -128,14 +128,19 @@ def writable(flag: str, text: str) -> pathlib.Path:
     return path
 
 
-def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None) -> None:
+def command(
+    function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None, of_a_run: bool = False
+) -> None:
     """Runs a command's function; a user's errors become one message and an exit code (2: configuration, 1: other).
 
     In a run of several processes the others learn of the error, and this one ends without waiting for them.
+
+    of_a_run: whether the command may be one process of several: then an error before they are connected is told, too.
     """
     code, text = 0, ""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        function(sys.argv[1:] if arguments is None else arguments)
+        function(arguments)
         control.close()
     except ConfigError as error:
         code, text = 2, str(error)
@@ -146,8 +151,14 @@ def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] 
         control.close()
     except KeyboardInterrupt:
         code, text = 130, "stopped by the user"
+    except SystemExit as error:  # argparse has said why
+        if of_a_run and error.code:
+            _report(arguments, f"its command line was refused (exit code {error.code})")
+        raise
     except Exception as error:
         if not control.current:
+            if of_a_run:
+                _report(arguments, f"{type(error).__name__}: {error}")
             raise
         control.await_verdict(error)
         code, text = 1, "".join(traceback.format_exception(error))
@@ -157,5 +168,12 @@ def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] 
     if control.current:
         control.fail(text.removeprefix("error: "))
         control.end(code)
+    if code and of_a_run:
+        _report(arguments, text.removeprefix("error: "))
     if code or text:
         raise SystemExit(code)
+
+
+def _report(arguments: Sequence[str], text: str) -> None:
+    """Tells the other processes of this one's run, if there are any that it has not joined yet, why it ends."""
+    joining.report(split_overrides(arguments)[0], text)

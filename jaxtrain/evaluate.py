@@ -84,4 +84,4 @@ def evaluate(folder: str, overrides: Sequence[tuple[str, str]], step: int | None
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, of_a_run=True)

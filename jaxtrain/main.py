@@ -30,4 +30,4 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     stop.install()
-    command(main)
+    command(main, of_a_run=True)

@@ -1,9 +1,10 @@
 """Breaks runs of several real processes on this machine in many ways and prints a table of what happened.
 
-    python scripts/fault_table.py [--tries=5] [--processes=2] [--only=WORD] [--out=DIR]
+    python scripts/fault_table.py [--tries=5] [--processes=2] [--only=WORD] [--list] [--out=DIR]
 
 Each fault is tried several times, at a random moment of its phase. Shown are: the tries that ended as they must, the longest
-time until all processes had ended, and the line that the survivors print. Runs are of configs/tiny.py made smaller, on CPU.
+time that the ending took, the machine's load meanwhile, and the line that the survivors print. Runs are of
+configs/tiny.py made smaller, on CPU, and share a folder of compiled programs but where a fault is about compiling.
 The exit code is 1 if any try went wrong; what the processes printed is in DIR then.
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHATTER = ("[Gloo]",)
-SMALL = {
+SMALL: dict[str, object] = {
     "model.num_layers": 1,
     "model.embed_dim": 32,
     "model.num_heads": 2,
@@ -34,7 +35,6 @@ SMALL = {
     "model.mlp_dim": 32,
     "memory.loss_chunk_tokens": 1024,
     "data.seq_len_tokens": 32,
-    "data.global_batch_rows": 8,
     "train.num_steps": 1_000_000,
     "train.log_every_steps": 20,
     "optimizer.warmup_steps": 0,
@@ -46,13 +46,34 @@ SMALL = {
 }
 # As the tests have it: compilation is most of the time.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
+# What a process runs in place of `-m jaxtrain.main`, to be slow or to fail at a planned place; and what it does first.
+ENTRY = "import runpy, sys, time\n{}\nrunpy.run_module('jaxtrain.main', run_name='__main__', alter_sys=True)\n"
+LATE = """from jaxtrain.train import loop
+compile_step = loop._compile_step
+loop._compile_step = lambda program: (time.sleep({}), compile_step(program))[1]"""
+HANG = """import os
+from jaxtrain.checkpoint.manager import Checkpointer
+save = Checkpointer.save
+Checkpointer.save = lambda *arguments: time.sleep(600 if os.path.exists({!r}) else 0) or save(*arguments)"""
+FULL = """from jaxtrain.checkpoint import arrays
+def full(*_):
+    raise OSError(28, "No space left on device")
+arrays.start_save = full"""
+KEYS = """import logging
+log = logging.getLogger("jax._src.compiler")
+log.setLevel(logging.DEBUG)
+log.addHandler(logging.FileHandler({!r}))
+log.propagate = False"""
 
 
 class Run:
-    """Several processes of one run. `lines(i)`: what process i printed so far."""
+    """Several processes of one run. `lines(i)`: what process i printed so far. `cache`: of compiled programs; "": none."""
+
+    cache: str | pathlib.Path = ""
 
     def __init__(self, folder: pathlib.Path, count: int = 2, own: dict[int, dict] | None = None, **settings):
-        """own: settings of single processes; settings: of all, with __ for the dot."""
+        """own: settings of single processes, and their "cwd", "entry" (what they do first), "config", "variables" and
+        "arguments" instead of --workdir; settings: of all, with __ for the dot."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         text = folder.parent / "text.txt"
@@ -61,13 +82,17 @@ class Run:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        changes = SMALL | {"data.paths": text, "mesh.data": count} | {k.replace("__", "."): v for k, v in settings.items()}
+        cache = {"runtime.compile_cache_dir": self.cache}
+        changes = SMALL | cache | {"data.paths": text, "mesh.data": count, "data.global_batch_rows": 4 * count}
+        changes |= {k.replace("__", "."): v for k, v in settings.items()}
         kept = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
-        self.processes, self.logs, self.started = [], [], time.monotonic()
+        self.processes, self.logs, self.left, self.started = [], [], [], time.monotonic()
         for index in range(count):
             mine = changes | (own or {}).get(index, {})
-            home = mine.pop("cwd", folder)
-            command = [sys.executable, "-m", "jaxtrain.main", f"--config={ROOT}/configs/tiny.py", f"--workdir={folder}/run"]
+            home, entry, special = mine.pop("cwd", folder), mine.pop("entry", ""), mine.pop("variables", {})
+            command = [sys.executable, *(["-c", ENTRY.format(entry)] if entry else ["-m", "jaxtrain.main"])]
+            command += [f"--config={mine.pop('config', ROOT / 'configs/tiny.py')}"]
+            command += mine.pop("arguments", [f"--workdir={folder}/run"])
             command += [f"--config.{key}={value}" for key, value in mine.items()]
             variables = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS, "PYTHONUNBUFFERED": "1"}
             if count > 1:
@@ -76,7 +101,7 @@ class Run:
             self.logs.append(folder / f"process{index}.log")
             with open(self.logs[-1], "wb") as log:
                 options = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-                self.processes.append(subprocess.Popen(command, env=kept | variables, cwd=home, **options))
+                self.processes.append(subprocess.Popen(command, env=kept | variables | special, cwd=home, **options))
 
     def lines(self, index: int) -> list[str]:
         return [line for line in self.logs[index].read_text(errors="replace").splitlines() if not line.startswith(CHATTER)]
@@ -107,11 +132,24 @@ class Run:
             raise AssertionError(f"not ended after {timeout_s} s: {[p.poll() for p in self.processes]}") from None
         finally:
             for process in self.processes:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-                process.wait()
+                self.left += self._kill_group(process)
+
+    def _kill_group(self, process: subprocess.Popen) -> list[int]:
+        """Kills what is left of a process and its children; those that are there 3 s after it ended are returned."""
+        deadline = time.monotonic() + 3
+        while process.poll() is not None and time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return []
+            time.sleep(0.05)
+        ended = process.poll() is not None
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        return [process.pid] if ended else []
 
     @property
     def codes(self) -> list[int]:
@@ -127,6 +165,7 @@ def clean(run: Run, index: int) -> None:
     text = "\n".join(run.lines(index))
     for bad in ("Traceback", "*** SIG", "@     0x", "Check failure", "terminate called", "Aborted"):
         assert bad not in text, f"process {index} printed {bad!r}"
+    assert not run.left, f"children outlived processes {run.left}"
 
 
 def ended_by(run: Run, index: int, words: str) -> str:
@@ -163,6 +202,21 @@ def other_text(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
     return all_refuse(run, "fingerprint of data")
 
 
+def other_source(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """One process has another version of this package: a host that was not updated."""
+    shutil.copytree(ROOT / "jaxtrain", folder / "old" / "jaxtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(folder / "old" / "jaxtrain" / "errors.py", "a") as file:
+        file.write("# changed\n")
+    own = {rng.randrange(1, count): {"variables": {"PYTHONPATH": str(folder / "old")}}}
+    return all_refuse(Run(folder, count, own), "source of jaxtrain")
+
+
+def other_workdir(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """One process has another workdir."""
+    own = {rng.randrange(1, count): {"arguments": [f"--workdir={folder}/elsewhere"]}}
+    return all_refuse(Run(folder, count, own), "--workdir: ")
+
+
 def all_refuse(run: Run, words: str) -> Outcome:
     run.finish()
     assert set(run.codes) == {2}, run.codes
@@ -172,28 +226,99 @@ def all_refuse(run: Run, words: str) -> Outcome:
     return time.monotonic() - run.started, next(line.strip() for line in run.lines(0) if words in line)
 
 
-def error_in_one(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
-    """One process does not find its data: it ends with its code, the others within 10 s with a line that names it."""
-    odd = rng.randrange(count)
-    home = folder / "empty"
-    home.mkdir(parents=True)
-    (folder / "mine.txt").write_text("\n".join(f"{i} plus {i}" for i in range(2000)))
-    run = Run(folder, count, {odd: {"cwd": home}}, data__paths="mine.txt")
-    run.wait_for("mine.txt", odd)
-    seconds = run.finish(20)
-    assert set(run.codes) == {1}, run.codes
-    lines = [ended_by(run, i, f"process {odd} (") for i in range(count) if i != odd]
+def fails(
+    own: Callable[[pathlib.Path], dict], code: int, words: str, first: int = 0, name: str = "process {} (", **settings
+) -> Callable[..., Outcome]:
+    """An error of one process, whichever: it ends with its code, the others within 10 s with a line that names it.
+
+    own: folder -> settings of that process. words: of the error. first: of the processes that it may be. name: of the process,
+    in the others' words.
+    """
+
+    def fault(folder: pathlib.Path, count: int, rng: random.Random, odd: int | None = None) -> Outcome:
+        odd = rng.randrange(first, count) if odd is None else odd
+        folder.mkdir(parents=True, exist_ok=True)
+        return one_fails(Run(folder, count, {odd: own(folder)}, **settings), odd, code, words, name)
+
+    return fault
+
+
+def one_fails(run: Run, odd: int, code: int, words: str, name: str = "process {} (") -> Outcome:
+    while run.processes[odd].poll() is None and not any(words in line for line in run.lines(odd)):
+        time.sleep(0.02)
+    seconds = run.finish(30)
+    assert run.codes == [code if index == odd else 1 for index in range(len(run.codes))], (run.codes, run.lines(odd)[-3:])
+    assert any(words in line for line in run.lines(odd)), run.lines(odd)[-3:]
+    clean(run, odd)
+    lines = [ended_by(run, index, name.format(odd)) for index in range(len(run.codes)) if index != odd]
     return within(seconds, 10), lines[0]
 
 
-def gone(number: int, victim: str) -> Callable[..., Outcome]:
-    """A process is killed or frozen while all train."""
+def broken_file(folder: pathlib.Path) -> dict:
+    (folder / "broken.py").write_text("def get_config(:\n")
+    return {"config": folder / "broken.py"}
+
+
+def without_data(folder: pathlib.Path) -> dict:
+    (folder / "mine.txt").write_text("\n".join(f"{i} plus {i}" for i in range(2000)))
+    (folder / "empty").mkdir()
+    return {"cwd": folder / "empty"}
+
+
+def unwritable(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """The workdir cannot be made, which process 0 alone finds out."""
+    everywhere = {index: {"arguments": ["--workdir=/proc/run"]} for index in range(count)}
+    return one_fails(Run(folder, count, everywhere), 0, 1, "cannot be written")
+
+
+def second_run(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """Another run in the same workdir: it is refused, and the first goes on as if nothing had been."""
+    first = Run(folder, count)
+    first.wait_for("step 20/")
+    everywhere = {index: {"arguments": [f"--workdir={folder}/run"]} for index in range(count)}
+    second = Run(folder / "second", count, everywhere)
+    if count > 1:
+        seconds, _ = one_fails(second, 0, 1, "trains in this folder")
+    else:
+        seconds = second.finish(30)
+        assert second.codes == [1] and "trains in this folder" in second.lines(0)[-1], second.lines(0)[-3:]
+    first.signal(0, signal.SIGTERM)
+    first.finish(60)
+    assert first.codes == [0] * count, first.codes
+    goes_on(first, folder, count)
+    return seconds, second.lines(0)[-1]
+
+
+def all_killed(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """kill -9 of all processes: the same command takes the workdir over and goes on."""
+    run = Run(folder, count)
+    run.wait_for("step 120/")
+    time.sleep(rng.uniform(0, 2))
+    for index in range(count):
+        run.signal(index, signal.SIGKILL)
+    seconds = run.finish(10)
+    again = goes_on(run, folder, count)
+    return seconds, next(line for line in again.lines(0) if "taken over from" in line)
+
+
+def goes_on(run: Run, folder: pathlib.Path, count: int, **settings) -> Run:
+    """The same command again, for three steps: it continues from the newest checkpoint."""
+    step = run.checkpoints()[-1]
+    again = Run(folder, count, **settings | dict(train__num_steps=step + 3))
+    again.finish()
+    assert again.codes == [0] * count, (again.codes, [again.lines(i)[-3:] for i in range(count)])
+    assert any(f"checkpoint of step {step}" in text for text in again.lines(0)), again.lines(0)
+    return again
+
+
+def gone(number: int, victim: str, phase: str = "training") -> Callable[..., Outcome]:
+    """A process is killed or frozen."""
 
     def fault(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
-        run = Run(folder, count)
+        run = Run(folder, count, **({} if phase == "training" else {"runtime__compile_cache_dir": ""}))
         odd = 0 if victim == "coordinator" else rng.randrange(1, count)
-        run.wait_for("step 20/")
-        time.sleep(rng.uniform(0, 3))
+        run.wait_for("step 20/" if phase == "training" else "Data: ")
+        time.sleep(rng.uniform(0, 3 if phase == "training" else 1))
         run.signal(odd, number)
         seconds = run.finish(60, frozen=[odd])
         lines = [ended_by(run, i, f"process {odd} (") for i in range(count) if i != odd]
@@ -203,15 +328,19 @@ def gone(number: int, victim: str) -> Callable[..., Outcome]:
     return fault
 
 
-def stops(number: int, phase: str) -> Callable[..., Outcome]:
-    """A signal to one process: all save the same step and exit with 0 (Ctrl-C: 130), and the run goes on from there."""
+def stops(number: int, phase: str, everyone: bool = False) -> Callable[..., Outcome]:
+    """A signal to one process: all save the same step and exit with 0 (Ctrl-C: 130), and the run goes on from there.
+
+    everyone: to all processes and their children at once, as schedulers and terminals send it.
+    """
 
     def fault(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
-        settings = {
-            "compilation": {},
+        settings: dict = {
+            "compilation": dict(runtime__compile_cache_dir=""),
             "training": {},
             "evaluation": dict(eval__every_steps=50, eval__max_rows=0, data__holdout_fraction=0.9),
             "saving": dict(checkpoint__save_every_steps=1),
+            "loader processes": dict(data__num_workers=2),
         }[phase]
         run = Run(folder, count, **settings)
         if phase == "compilation":
@@ -220,7 +349,11 @@ def stops(number: int, phase: str) -> Callable[..., Outcome]:
         else:
             run.wait_for("step 40/")
             time.sleep(rng.uniform(0, 2))
-        run.signal(rng.randrange(count), number)
+        if everyone:
+            for process in run.processes:
+                os.killpg(process.pid, number)
+        else:
+            run.signal(rng.randrange(count), number)
         seconds = run.finish(60)
         assert set(run.codes) == {130 if number == signal.SIGINT else 0}, (run.codes, [run.lines(i)[-4:] for i in range(count)])
         for index in range(count):
@@ -231,9 +364,7 @@ def stops(number: int, phase: str) -> Callable[..., Outcome]:
             return within(seconds, 5), line
         step = int(re.search(r"step (\d+) was the last", line)[1])
         assert run.checkpoints()[-1] == step, (run.checkpoints(), step)
-        again = Run(folder, count, **settings | dict(train__num_steps=step + 3))
-        again.finish()
-        assert again.codes == [0] * count and any(f"checkpoint of step {step}" in text for text in again.lines(0))
+        goes_on(run, folder, count, **settings)
         return within(seconds, 10), line
 
     return fault
@@ -261,30 +392,78 @@ def twice(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
     return within(seconds, 10), next(line for line in run.lines(odd) if "second" in line)
 
 
+def hangs(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """A file server that does not answer when the last step is to be saved: all end when runtime.grace_s is over."""
+    flag = folder / "hang"
+    run = Run(folder, count, dict.fromkeys(range(count), {"entry": HANG.format(str(flag))}), runtime__grace_s=5)
+    run.wait_for("step 120/")
+    flag.write_text("")
+    run.signal(rng.randrange(count), signal.SIGTERM)
+    seconds = run.finish(60)
+    lines = [ended_by(run, index, "runtime.grace_s") for index in range(count)]
+    assert run.codes == [1] * count, run.codes
+    goes_on(run, folder, count)
+    return within(seconds, 10), lines[0]
+
+
 def warm_cache(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
-    """A compile cache filled by another run: all processes take the step from it, and train."""
-    return late(folder, count, rng, 0)
+    """A compile cache filled by another run: all processes look for the same program and find it."""
+    cache = dict(runtime__compile_cache_dir=folder / "cache", train__num_steps=30)
+    runs, found = [], []
+    for name in ("cold", "warm"):
+        logs = [folder / f"{name}{index}.keys" for index in range(count)]
+        folder.mkdir(parents=True, exist_ok=True)
+        runs.append(Run(folder / name, count, {i: {"entry": KEYS.format(str(log))} for i, log in enumerate(logs)}, **cache))
+        runs[-1].finish()
+        assert runs[-1].codes == [0] * count, (runs[-1].codes, [runs[-1].lines(i)[-4:] for i in range(count)])
+        pattern = r"(?i)cache (hit|miss) for 'jit_train_step' with key (\S+)"
+        found.append({re.search(pattern, log.read_text()).groups() for log in logs})
+    (cold, key), (warm, warm_key) = (pairs.pop() for pairs in found)
+    assert found == [set(), set()] and key == warm_key and (cold, warm) == ("MISS", "hit"), (found, cold, warm)
+    same_losses(*runs)
+    return time.monotonic() - runs[1].started, f"{said(runs[0], 'Step compiled')} -> {said(runs[1], 'Step compiled')}"
 
 
-def late(folder: pathlib.Path, count: int, rng: random.Random, seconds: float = 40) -> Outcome:
-    """One process comes to the first step more than 30 s after the others, which had a warm compile cache."""
-    cache = dict(runtime__compile_cache_dir=folder / "cache", train__num_steps=30, runtime__heartbeat_timeout_s=120)
-    cold = Run(folder / "cold", count, **cache)
-    cold.finish()
-    assert cold.codes == [0] * count, cold.codes
-    warm = Run(folder / "warm", count, **cache)
-    if seconds:
-        odd = rng.randrange(count)
-        warm.wait_for("connected" if odd == 0 else "Data: ")
-        warm.signal(odd, signal.SIGSTOP)
-        time.sleep(seconds)
-        warm.signal(odd, signal.SIGCONT)
-    warm.finish()
-    assert warm.codes == [0] * count, (warm.codes, [warm.lines(i)[-4:] for i in range(count)])
-    losses = [re.search(r"step 30/30 · loss ([\d.]+)", "\n".join(run.lines(0)))[1] for run in (cold, warm)]
-    assert losses[0] == losses[1], losses
-    line = next(line for line in warm.lines(0) if "Step compiled" in line)
-    return time.monotonic() - warm.started, line[9:]
+def own_caches(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """Each host has a folder of its own, and that of one is empty: it compiles, the others wait."""
+    run = Run(folder, count, {rng.randrange(count): {"runtime.compile_cache_dir": folder / "empty"}}, train__num_steps=30)
+    run.finish()
+    assert run.codes == [0] * count, (run.codes, [run.lines(i)[-4:] for i in range(count)])
+    return time.monotonic() - run.started, said(run, "step 30/30")
+
+
+def late(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """One process comes to the first step 40 s after the others, which have it from the cache."""
+    runs = [
+        Run(folder / name, count, {rng.randrange(count): {"entry": entry}}, train__num_steps=30)
+        for name, entry in (("late", LATE.format(40)),)
+    ]
+    runs[0].finish()
+    runs.append(Run(folder / "punctual", count, train__num_steps=30))
+    runs[1].finish()
+    for run in runs:
+        assert run.codes == [0] * count, (run.codes, [run.lines(i)[-4:] for i in range(count)])
+    same_losses(*runs)
+    return runs[1].started - runs[0].started, said(runs[0], "step 30/30")
+
+
+def no_warning(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """An axis `tensor` over processes of one machine crosses no node: nobody warns of it."""
+    run = Run(folder, count, train__num_steps=30, mesh__data=1, mesh__tensor=count)
+    run.finish()
+    assert run.codes == [0] * count, run.codes
+    assert not any("crosses" in line for index in range(count) for line in run.lines(index))
+    return time.monotonic() - run.started, said(run, "step 30/30")
+
+
+def said(run: Run, words: str) -> str:
+    """The line of process 0 with these words, without its time of day."""
+    return next(line for line in run.lines(0) if words in line)[9:]
+
+
+def same_losses(*runs: Run) -> None:
+    losses = [re.search(r"step 30/30 · loss ([\d.]+)", "\n".join(run.lines(0)))[1] for run in runs]
+    assert len(set(losses)) == 1, losses
 
 
 def within(seconds: float, limit: float) -> float:
@@ -292,27 +471,50 @@ def within(seconds: float, limit: float) -> float:
     return seconds
 
 
+# By what the fault is about: a disagreement, compiling, an error of one process, its death, a signal, the machine, the workdir.
 FAULTS: dict[str, Callable[..., Outcome]] = {
     "another train.seed in one process": differs({"train.seed": 7}, "train.seed: 0 in process 0"),
     "another learning rate in one process": differs({"optimizer.learning_rate": 0.5}, "optimizer.learning_rate: "),
+    "another source of jaxtrain in one process": other_source,
     "another text in one process, same path": other_text,
+    "another workdir in one process": other_workdir,
     "warm compile cache": warm_cache,
+    "one process's own compile cache is empty": own_caches,
     "one process 40 s late, warm cache": late,
-    "one process without its data": error_in_one,
+    "one process with a bad setting": fails(lambda _: {"train.num_steps": -1}, 2, "train.num_steps: "),
+    "one process with a broken config file": fails(broken_file, 2, "broken.py"),
+    "one process without --workdir": fails(lambda _: {"arguments": []}, 2, "--workdir"),
+    "one process with a file for --workdir": fails(lambda _: {"arguments": [f"--workdir={__file__}"]}, 2, "not a folder"),
+    "one process with a wrong count": fails(
+        lambda _: {"variables": {"JAX_NUM_PROCESSES": "4"}}, 2, "runtime.num_processes: ", first=1, mesh__data=-1
+    ),
+    "one process without its own number": fails(
+        lambda _: {"variables": {"JAX_PROCESS_ID": "x"}}, 2, "JAX_PROCESS_ID='x'", first=1, name="a process on "
+    ),
+    "one process without its data": fails(without_data, 1, "mine.txt", data__paths="mine.txt"),
+    "one process cannot save": fails(lambda _: {"entry": FULL}, 1, "No space left"),
+    "one process of all cannot write the workdir": unwritable,
     "kill -9 of a worker": gone(signal.SIGKILL, "worker"),
     "kill -9 of process 0": gone(signal.SIGKILL, "coordinator"),
+    "kill -9 of a worker, compilation": gone(signal.SIGKILL, "worker", "compilation"),
     "SIGSTOP of a worker": gone(signal.SIGSTOP, "worker"),
     "SIGSTOP of process 0": gone(signal.SIGSTOP, "coordinator"),
     "SIGTERM to one, compilation": stops(signal.SIGTERM, "compilation"),
     "SIGTERM to one, training": stops(signal.SIGTERM, "training"),
     "SIGTERM to one, evaluation": stops(signal.SIGTERM, "evaluation"),
     "SIGTERM to one, saving": stops(signal.SIGTERM, "saving"),
+    "SIGTERM to all, with loader processes": stops(signal.SIGTERM, "loader processes", everyone=True),
+    "SIGTERM, and the save hangs": hangs,
     "SIGUSR1 to one, training": stops(signal.SIGUSR1, "training"),
     "Ctrl-C, compilation": stops(signal.SIGINT, "compilation"),
     "Ctrl-C, training": stops(signal.SIGINT, "training"),
+    "Ctrl-C to all, with loader processes": stops(signal.SIGINT, "loader processes", everyone=True),
     "Ctrl-C twice, the others frozen": twice,
+    "mesh.tensor over processes of one machine": no_warning,
+    "a second run in the workdir": second_run,
+    "kill -9 of all, and the same command again": all_killed,
 }
-NEED_SEVERAL = ("one process", "another", "SIGSTOP", "kill -9", "twice")
+NEED_SEVERAL = ("one process", "another", "SIGSTOP", "kill -9 of a worker", "kill -9 of process 0", "twice", "mesh.tensor")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -321,26 +523,32 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--list", action="store_true", help="print the names of the faults, and nothing else")
     parser.add_argument("--out", type=pathlib.Path, help="folder that keeps what the processes printed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    out = args.out or pathlib.Path(tempfile.mkdtemp(prefix="faults-"))
-    rng, wrong = random.Random(args.seed), 0
-    print(f"| Fault, {args.processes} processes | As it must | Longest | What is said |\n|---|---|---|---|", flush=True)
-    for name, fault in FAULTS.items():
-        if args.only not in name or (args.processes == 1 and any(word in name for word in NEED_SEVERAL)):
-            continue
-        good, longest, said = 0, 0.0, ""
+    chosen = [name for name in FAULTS if args.only in name]
+    chosen = [name for name in chosen if args.processes > 1 or not any(word in name for word in NEED_SEVERAL)]
+    if args.list:
+        print("\n".join(chosen))
+        return 0
+    out, wrong = (args.out or pathlib.Path(tempfile.mkdtemp(prefix="faults-"))).absolute(), 0
+    Run.cache = out / "cache"
+    print(f"| Fault, {args.processes} processes | As it must | Longest | Load | What is said |", flush=True)
+    print("|---|---|---|---|---|", flush=True)
+    for name in chosen:
+        rng, good, longest, load, line = random.Random(f"{args.seed} {name}"), 0, 0.0, 0.0, ""
         for attempt in range(args.tries):
             folder = out / re.sub(r"\W+", "_", name) / str(attempt)
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                seconds, said = fault(folder, args.processes, rng)
+                seconds, line = FAULTS[name](folder, args.processes, rng)
                 good, longest = good + 1, max(longest, seconds)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 wrong += 1
                 print(f"{folder}: {error}", file=sys.stderr, flush=True)
-        print(f"| {name} | {good}/{args.tries} | {longest:.1f} s | `{said}` |", flush=True)
+            load = max(load, os.getloadavg()[0])
+        print(f"| {name} | {good}/{args.tries} | {longest:.1f} s | {load:.1f} | `{line}` |", flush=True)
     return 1 if wrong else 0
 
 

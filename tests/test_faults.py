@@ -30,13 +30,18 @@ from jaxtrain.runtime.cluster import Processes
 assert "jax" not in sys.modules
 index = int(sys.argv[1])
 def main(_):
+    BEFORE
     control.join(Processes(sys.argv[3], int(sys.argv[2]), index), float(sys.argv[4]), 5)
 """
 
 
-def processes(code: str, count: int = 3, start: tuple[int, ...] = (), timeout_s: float = 20) -> tuple[list[int], list[str]]:
-    """Exit codes, and what was printed, of processes that run the code once they are connected."""
-    body = START + textwrap.indent(textwrap.dedent(code), "    ") + "\nstop.install()\ncommand(main)\n"
+def processes(
+    code: str, count: int = 3, start: tuple[int, ...] = (), timeout_s: float = 20, before: str = "pass"
+) -> tuple[list[int], list[str]]:
+    """Exit codes, and what was printed, of processes that run the code once they are connected; `before`: one line, before."""
+    body = (
+        START.replace("BEFORE", before) + textwrap.indent(textwrap.dedent(code), "    ") + "\nstop.install()\ncommand(main)\n"
+    )
     address = f"127.0.0.1:{free_port()}"
     own = {"PYTHONPATH": str(ROOT)}
     running = [
@@ -178,6 +183,48 @@ def test_helpers_of_a_process_leave_signals_alone_and_end_with_it(tmp_path):
         check=False,
     )
     assert result.returncode == 0 and not result.stderr, result.stderr
+
+
+# Real commands.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one process with a bad setting",
+        "one process with a broken config file",
+        "one process without --workdir",
+        "one process with a wrong count",
+        "one process without its own number",
+        "another source of jaxtrain in one process",
+    ],
+)
+def test_errors_before_processes_are_connected_reach_the_others(name, tmp_path):
+    fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_whichever_of_three_has_the_error(odd, tmp_path):
+    fault_table.FAULTS["one process with a bad setting"](tmp_path / "fault", 3, random.Random(0), odd)
+
+
+def test_a_signal_before_all_are_there_ends_those_that_are():
+    code = "print('never')"
+    body = "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start() if index == 1 else None\n"
+    codes, printed = processes(code, count=3, start=(0, 1), before=body)
+    assert codes == [0, 0], printed
+    assert all("SIGTERM to process 1" in text and "nothing to save" in text for text in printed)
+
+
+def test_an_error_while_libraries_are_silenced_is_shown():
+    code = """
+        from jaxtrain.runtime import chatter
+        with chatter.hidden():
+            if index == 1: raise UserError("no text here")
+            time.sleep(60)
+        """
+    codes, printed = processes(code)
+    assert codes == [1, 1, 1] and all("no text here" in text for text in printed), printed
 
 
 # Real training.

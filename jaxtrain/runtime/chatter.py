@@ -7,8 +7,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+_restore: list[Callable[[], None]] = []  # what `show` does, while standard error is held back
 LINES = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} [\d:]+\.\d+ +\d+ ")
 
 
@@ -25,9 +26,8 @@ def hidden(verbose: bool = False) -> Iterator[None]:
     with tempfile.TemporaryFile() as file:
         stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             sys.stderr.flush()
             os.dup2(stderr, 2)
             os.close(stderr)
@@ -35,6 +35,18 @@ def hidden(verbose: bool = False) -> Iterator[None]:
             kept = b"".join(line for line in file if not LINES.match(line))
             if kept:
                 os.write(2, kept)
+
+        _restore.append(restore)
+        try:
+            yield
+        finally:
+            show()
+
+
+def show() -> None:
+    """Shows at once what `hidden` holds back; for a thread that ends the process meanwhile, too."""
+    while _restore:
+        _restore.pop()()
 
 
 def load_jax(verbose: bool = False) -> None:

@@ -50,7 +50,7 @@ def find_processes(settings, environment: Mapping[str, str] = os.environ) -> Pro
     """
     if settings.num_processes == 1 and settings.process_id in (-1, 0):
         return Processes("", 1, 0)  # asked to be alone, whatever the launcher has started
-    launcher = next((name for name, (signs, _) in LAUNCHERS.items() if all(map(environment.get, signs))), "")
+    launcher = _launcher(environment)
     theirs = LAUNCHERS[launcher][1] if launcher else ("", "", "")
     if launcher == "srun" and not environment.get(theirs[1]):
         theirs = (theirs[0], "SLURM_NTASKS", theirs[2])
@@ -67,7 +67,7 @@ def find_processes(settings, environment: Mapping[str, str] = os.environ) -> Pro
 
     count = settings.num_processes or number(1)
     index = settings.process_id if settings.process_id != -1 else number(2)
-    coordinator = settings.coordinator_address or environment.get(JAX[0]) or _coordinator(launcher, environment, problems)
+    coordinator = _address(settings, environment, problems)
     if problems:
         raise ConfigError(problems)
     given = dict(zip(KEYS, (coordinator or None, count, index), strict=True))
@@ -88,6 +88,12 @@ def find_processes(settings, environment: Mapping[str, str] = os.environ) -> Pro
     return Processes(coordinator, count, index)
 
 
+def find_address(settings, environment: Mapping[str, str] = os.environ) -> str:
+    """HOST:PORT of process 0 where settings or variables say it, whatever else is wrong with them; "" otherwise."""
+    address = _address(settings, environment, [])
+    return "" if not address or address_problem(address) else address
+
+
 def not_a_task(environment: Mapping[str, str] = os.environ) -> str:
     """A note for a process that is alone in a job of several tasks, which is most often a forgotten srun; "" otherwise."""
     tasks = environment.get("SLURM_NTASKS", "1")
@@ -105,6 +111,15 @@ def first_host(hosts: str) -> str:
     if not first or hosts[first.end() : first.end() + 1] not in ("", ","):
         raise ValueError(hosts)
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
+
+
+def _launcher(environment: Mapping[str, str]) -> str:
+    return next((name for name, (signs, _) in LAUNCHERS.items() if all(map(environment.get, signs))), "")
+
+
+def _address(settings, environment: Mapping[str, str], problems: list[str]) -> str:
+    found = settings.coordinator_address or environment.get(JAX[0])
+    return found or _coordinator(_launcher(environment), environment, problems)
 
 
 def _coordinator(launcher: str, environment: Mapping[str, str], problems: list[str]) -> str:

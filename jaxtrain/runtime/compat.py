@@ -41,6 +41,19 @@ def connect(address: str, count: int, index: int) -> None:
     )
 
 
+def share_cache_keys(processor: str) -> None:
+    """Makes the processes of a run on CPUs find the same program in the compile cache.
+
+    JAX's key of a program has the fingerprint of the devices' topology in it. On GPUs that is of all devices; on CPUs of those
+    of the process alone, with their ids, so that process 0 would find what it wrote and no other process ever.
+
+    processor: what else of the topology a CPU program depends on, its name and instruction sets.
+    """
+    from jax._src import cache_key
+
+    cache_key._hash_accelerator_config = lambda digest, devices: digest.update(processor.encode())
+
+
 def collective_flags(seconds: int) -> dict[str, int]:
     """XLA's flags for how long a device waits for others in a collective before the program ends."""
     return {

@@ -2,7 +2,8 @@
 
 `join` connects to the hub in process 0 (`jaxtrain.runtime.hub`). From then on a thread gives signs of life and ends this
 process with one line when another one failed, died or froze: whatever the main thread does meanwhile, in a compiler or a
-collective, it would not come back. `gather`, `agree` and `meet` are called by every process in the same order.
+collective, it would not come back. `gather`, `agree` and `meet` are called by every process in the same order. A process that
+fails before it could join says so with `report`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from typing import Any
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import hub
+from jaxtrain.runtime import chatter, hub
 from jaxtrain.runtime.cluster import Processes
 
 _OF_CONNECTIONS = ("gloo", "Gloo", "NCCL", "onnection", "UNAVAILABLE", "DEADLINE", "coordination")
 on_stop: tuple[Callable, Callable] | None = None  # what to do when a process asks for a stop: see `jaxtrain.runtime.stop`
 at_end: list[Callable[[], None]] = []  # what `end` does first: it skips everything else that Python would do
 current: Channel | None = None  # None: this process is alone
+joined = False  # whether this process has ever tried to join others
+REPORT_S = 10.0  # how long a process that failed before it could join looks for the others, to tell them
 
 
 def join(processes: Processes, timeout_s: float, heartbeat_timeout_s: float) -> Channel:
@@ -37,11 +40,38 @@ def join(processes: Processes, timeout_s: float, heartbeat_timeout_s: float) -> 
       ConfigError: processes of another number or count are there already.
       UserError: not all came within `timeout_s`, or process 0 cannot listen at its address.
     """
-    global current
-    channel = Channel(processes, heartbeat_timeout_s)
-    channel.start(timeout_s)
-    current = channel
-    return channel
+    global current, joined
+    joined, current = True, Channel(processes, heartbeat_timeout_s)
+    try:
+        current.start(timeout_s)
+    except BaseException:
+        current = None
+        raise
+    return current
+
+
+def report(processes: Processes, text: str) -> None:
+    """Tells the others, as far as they come within REPORT_S, that this process failed before it could join them.
+
+    processes: with `index` -1 and `count` 0 where they are not known.
+    """
+    with contextlib.suppress(OSError, hub.Closed, TimeoutError):
+        asyncio.run(_report(processes, _first_line(text)))
+
+
+async def _report(processes: Processes, text: str) -> None:
+    host, port = split_address(processes.coordinator)
+    name = socket.gethostname()
+    if processes.index == 0:
+        others = hub.Hub(processes.count, 0, REPORT_S, REPORT_S)
+        others.heard, others.ending = {0}, {"ended": f"process 0 ({name}) failed: {text}", "own_error": True}
+        async with await asyncio.start_server(others.serve, bind_addresses(host), port):
+            await others.await_latecomers()
+        return
+    reader, writer = await hub.connect(host, port, asyncio.get_running_loop().time() + REPORT_S)
+    index = processes.index if processes.index > 0 else None
+    hub.send(writer, hello=index, count=processes.count, host=name, failed=text)
+    await asyncio.wait_for(hub.read(reader), hub.LATECOMERS_S)
 
 
 def gather(value: Any) -> list[Any]:
@@ -99,7 +129,7 @@ def await_verdict(error: Exception) -> None:
 
 def end(code: int) -> None:
     """Ends this process now, from any thread, with its child processes and without waiting for anybody."""
-    for clean_up in at_end:
+    for clean_up in [*at_end, chatter.show]:
         with contextlib.suppress(Exception):
             clean_up()
     for child in multiprocessing.active_children():
@@ -128,11 +158,13 @@ class Channel:
         self.silence_text = f"gave no sign of life for {self.silence_s:.0f} s"
         self.hosts: list[str] = []
         self.service_port = free_port() if processes.index == 0 else 0  # of JAX's service, on loopback
-        self.closing = False
+        self.closing = self.has_jax = False  # has_jax: JAX's service is connected, through this channel
         self._loop = asyncio.new_event_loop()
         self._results: dict[int, asyncio.Future] = {}
         self._round = 0
         self._noted = threading.Event()
+        self._started = asyncio.Future(loop=self._loop)
+        self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task] = []
 
     def start(self, timeout_s: float) -> None:
@@ -147,12 +179,17 @@ class Channel:
 
     def ask_to_stop(self, signal_name: str) -> None:
         """Asks all processes to stop at the same step; the answer comes through `freeze` and `decide`."""
-        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, stop=signal_name))
+        if self._writer:
+            self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, stop=signal_name))
+        elif on_stop:  # nobody knows of this process yet
+            on_stop[1](None, signal_name)
 
     def fail(self, text: str) -> None:
         """See the function of this name."""
         self.closing = True
-        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, failed=text.strip().splitlines()[0][:500]))
+        if not self._writer:
+            return
+        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, failed=_first_line(text)))
         self._noted.wait(hub.SETTLE_S + 1)
 
     def _run(self, coroutine: Any) -> Any:
@@ -163,7 +200,7 @@ class Channel:
         host, port = split_address(self.processes.coordinator)
         deadline = self._loop.time() + timeout_s
         where = f"process {index} of {count}, coordinator {self.processes.coordinator}"
-        late = f"{where}: start-up not complete after {timeout_s:g} s (runtime.init_timeout_s): "
+        self._late = late = f"{where}: start-up not complete after {timeout_s:g} s (runtime.init_timeout_s): "
         if index == 0:
             self._hub = hub.Hub(count, self.service_port, self.silence_s, self.interval_s)
             try:
@@ -177,17 +214,20 @@ class Channel:
                 ) from error
             host = listening[0]
         try:
-            self._reader, self._writer = await hub.connect(host, port, deadline)
+            self._reader, writer = await hub.connect(host, port, deadline)
         except OSError as error:
             raise UserError(
                 f"{late}process 0 is not there, or not reachable at this address ({error.strerror or error}); see its log, and "
                 "check names, interfaces and firewalls"
             ) from error
-        hub.send(self._writer, hello=index, count=count, host=socket.gethostname(), pid=os.getpid())
+        hub.send(writer, hello=index, count=count, host=socket.gethostname(), pid=os.getpid())
+        self._writer = writer
+        self._tasks = [self._loop.create_task(self._listen())]
         try:
             patience = max(0.1, deadline - self._loop.time()) + (2 if index else 0)  # process 0 knows better who is missing
-            message = await asyncio.wait_for(hub.read(self._reader), patience)
+            await asyncio.wait_for(asyncio.shield(self._started), patience)
         except TimeoutError:
+            self.closing = True
             if index:
                 raise UserError(f"{late}process 0 does not answer; see its log") from None
             absent = f"of the other processes these did not come: {self._hub.missing()}; see their logs, and whether they "
@@ -196,16 +236,10 @@ class Channel:
             raise UserError(late + absent) from None
         except hub.Closed:
             raise UserError(f"{where}: process 0 ended; see its log") from None
-        if "refused" in message:
-            raise ConfigError([message["refused"]])
-        if "start" not in message:
-            raise UserError(f"{late}{message.get('late') or message.get('ended') or 'another process ended'}")
-        self.hosts = message["start"]
-        self._seen = time.monotonic()
         if index:
             server = await asyncio.start_server(self._tunnel, "127.0.0.1", 0)
             self.service_port = server.sockets[0].getsockname()[1]
-        self._tasks = [self._loop.create_task(self._listen()), self._loop.create_task(self._beat())]
+        self._tasks.append(self._loop.create_task(self._beat()))
 
     async def _tunnel(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far = await hub.connect(*split_address(self.processes.coordinator), self._loop.time() + 60)
@@ -222,7 +256,15 @@ class Channel:
             while True:
                 message = await hub.read(self._reader)
                 self._seen = time.monotonic()
-                if "round" in message:
+                if "start" in message:
+                    self.hosts = message["start"]
+                    self._started.set_result(None)
+                elif "refused" in message or "late" in message:
+                    refused = "refused" in message
+                    error = ConfigError([message["refused"]]) if refused else UserError(self._late + message["late"])
+                    self.closing = True
+                    self._started.set_exception(error)
+                elif "round" in message:
                     self.closing = self.closing or message["last"]
                     self._results.pop(message["round"]).set_result(message["value"])
                 elif "fence" in message:
@@ -231,14 +273,17 @@ class Channel:
                     self.closing = self.closing or message["stop_at"] is None
                     on_stop[1](message["stop_at"], message["reason"]) if on_stop else end(1)
                 elif "ended" in message and not self.closing:
-                    if message["own_error"]:  # an error that all share is said better by this process itself
-                        await asyncio.sleep(1)
+                    if message["own_error"] and self._started.done():
+                        await asyncio.sleep(1)  # an error that all share is said better by this process itself
                     self._end(message["ended"])
                 elif "noted" in message:
                     self._noted.set()
         except hub.Closed:
             self._noted.set()
-            self._end(f"process 0 ({self.hosts[0]}) is gone: it was killed, or its host failed")
+            if self._started.done():
+                self._end(f"process 0 ({self.hosts[0]}) is gone: it was killed, or its host failed")
+            else:
+                self._started.set_exception(hub.Closed())
 
     async def _beat(self) -> None:
         while not self.closing:
@@ -251,6 +296,12 @@ class Channel:
         if not self.closing:
             say(f"error: {text}; process {self.processes.index} ({socket.gethostname()}) ends with it")
             end(1)
+
+
+def _first_line(text: str) -> str:
+    """What others are told of an error; of several problems with the configuration the first one."""
+    lines = [line.strip() for line in text.strip().splitlines()] or ["no reason given"]
+    return " ".join(lines[:2] if lines[0].endswith("in the configuration:") else lines[:1])[:500]
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from typing import Any
 
 LINE_LIMIT = 1 << 26
 SETTLE_S = 2.0  # how long the hub waits for others to end before process 0 ends, and the hub with it
+LATECOMERS_S = 8.0  # and, before all are there, for those still on their way, so that they learn why it ended
 
 
 class Closed(Exception):
@@ -99,6 +100,8 @@ class Hub:
     def __init__(self, count: int, service_port: int, silence_s: float, interval_s: float):
         self.count, self.service_port, self.silence_s, self.interval_s = count, service_port, silence_s, interval_s
         self.members: dict[int, Member] = {}
+        self.heard: set[Any] = set()  # who has come so far, whether it takes part or not
+        self.ending: dict[str, Any] = {}  # what is said to those who come when the run has ended already
         self.rounds: dict[int, dict[int, Any]] = collections.defaultdict(dict)
         self.fences: dict[int, int | None] = {}
         self.reason = ""  # of the stop that somebody asked for
@@ -115,11 +118,22 @@ class Hub:
             far = await connect("127.0.0.1", self.service_port, asyncio.get_running_loop().time() + 600)
             await asyncio.gather(pump(reader, far[1]), pump(far[0], writer))
             return
+        index, host = hello.get("hello"), hello.get("host", "an unknown host")
+        name = f"process {index} ({host})" if index is not None else f"a process on {host}"
+        self.heard.add(writer if index is None else index)
+        if self.ending:
+            send(writer, **self.ending)
+            return
+        if "failed" in hello:
+            send(writer, noted=True)
+            await self.finish(f"{name} failed: {hello['failed']}", own_error=True)
+            return
         if refusal := self.refusal(hello):
             send(writer, refused=refusal)
+            if len(self.members) < self.count:
+                await self.finish(f"{name} cannot take part: {refusal}")
             return
-        index = hello["hello"]
-        member = Member(f"process {index} ({hello['host']})", hello["host"], writer, time.monotonic())
+        member = Member(name, host, writer, time.monotonic())
         self.members[index] = member
         if len(self.members) == self.count:
             hosts = [self.members[i].host for i in range(self.count)]
@@ -132,7 +146,7 @@ class Hub:
                 await self.hear(index, message)
         except Closed:
             member.gone.set()
-            await self.finish(index, "is gone: it was killed, or its host failed")
+            await self.finish(f"{name} is gone: it was killed, or its host failed", index)
 
     def refusal(self, hello: dict[str, Any]) -> str:
         """Why this process cannot take part; "" when it can."""
@@ -159,31 +173,45 @@ class Hub:
                 self.over = self.over or last
                 self.tell_all(round=message["round"], value=result, last=last)
         elif "failed" in message:
-            await self.finish(index, f"failed: {message['failed']}", own_error=True)
+            await self.finish(f"{self.members[index].name} failed: {message['failed']}", index, own_error=True)
         elif "stop" in message and not self.reason:
             self.reason = f"{message['stop']} to {self.members[index].name}"
-            self.tell_all(fence=self.reason)
+            if len(self.members) < self.count:
+                self.over, self.ending = True, {"stop_at": None, "reason": self.reason}
+            self.tell_all(**(self.ending or {"fence": self.reason}))
         elif "fence" in message:
             self.fences[index] = message["fence"]
             if len(self.fences) == len(self.members):
                 self.over = any(fence is None for fence in self.fences.values())  # all end at once
                 self.tell_all(stop_at=None if self.over else max(self.fences.values()), reason=self.reason)
 
-    async def finish(self, index: int, what: str, own_error: bool = False) -> None:
-        """Ends the run because of one process: all others are told, process 0 and the one itself last."""
+    async def finish(self, text: str, index: int | None = None, own_error: bool = False) -> None:
+        """Ends the run because of one process: all others are told, process 0 and the one itself last.
+
+        Args:
+          index: of that process; None where it takes no part.
+          own_error: an error that all may have, and that each then says by itself.
+        """
         if self.over:
             return
-        self.over = True
-        text = f"{self.members[index].name} {what}"
+        self.over, self.ending = True, {"ended": text, "own_error": own_error}
         others = [member for i, member in self.members.items() if i not in (0, index)]
         for member in others:
-            send(member.writer, ended=text, own_error=own_error)
+            send(member.writer, **self.ending)
         waiting = [asyncio.create_task(member.gone.wait()) for member in others]
         if waiting:
             await asyncio.wait(waiting, timeout=SETTLE_S)
-        if index:
-            send(self.members[0].writer, ended=text, own_error=own_error)
-        send(self.members[index].writer, noted=True)
+        await self.await_latecomers()
+        if index != 0 and 0 in self.members:
+            send(self.members[0].writer, **self.ending)
+        if index is not None:
+            send(self.members[index].writer, noted=True)
+
+    async def await_latecomers(self) -> None:
+        """Returns when all processes have come, or have had time to."""
+        end = time.monotonic() + LATECOMERS_S
+        while time.monotonic() < end and len(self.heard) < self.count:
+            await asyncio.sleep(0.05)
 
     async def watch(self) -> None:
         """Gives signs of life, and looks for the processes that give none."""
@@ -193,11 +221,12 @@ class Hub:
             await asyncio.sleep(self.interval_s)
             now = time.monotonic()
             if now - before > self.silence_s:
-                await self.finish(0, f"was frozen for {now - before:.0f} s")
+                await self.finish(f"{self.members[0].name} was frozen for {now - before:.0f} s", 0)
             before = now
             for index, member in list(self.members.items()):
                 if now - member.seen > self.silence_s:
-                    await self.finish(index, f"gave no sign of life for {now - member.seen:.0f} s: frozen, or cut off")
+                    silent = f"gave no sign of life for {now - member.seen:.0f} s: frozen, or cut off"
+                    await self.finish(f"{member.name} {silent}", index)
 
     def missing(self) -> str:
         """The processes that did not come, as text."""

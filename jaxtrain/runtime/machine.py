@@ -1,4 +1,4 @@
-"""What this machine is: processor, GPUs, installed versions, and one line that says so."""
+"""What this machine is: processor, GPUs, installed versions, and one line that says so. Loads no jax to say the versions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-
-import jax
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "numpy")
 CUDA_PLUGINS = {"cuda13": "jax_cuda13_plugin", "cuda12": "jax_cuda12_plugin"}  # extra of this package: module it brings
@@ -49,6 +47,8 @@ def versions() -> dict[str, str]:
 
 def devices_summary() -> str:
     """One line for logs and reports: how many devices of which kind, in how many processes, on which processor."""
+    import jax  # late: versions are compared before it is loaded
+
     devices, processes = jax.devices(), jax.process_count()
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
@@ -66,6 +66,15 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def instruction_sets() -> str:
+    """The extensions of the processor's instructions, by which hosts of one name may still differ."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""Process start-up: platform, fake devices, compile cache, connecting to the other processes.
+"""Process start-up: platform, fake devices, compile cache, JAX's connection to the other processes.
 
 Owns everything that must happen before JAX touches a device, and the check that the wished-for device is really there. Which
 device does what is the mesh's; starting processes on a cluster is the launcher's (scripts/launch_local.py on one machine).
@@ -10,14 +10,13 @@ import functools
 import logging
 import os
 import pathlib
-import time
 
 import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import agreement, chatter, compat, control, machine
-from jaxtrain.runtime.cluster import Processes, find_processes, not_a_task
+from jaxtrain.runtime import chatter, compat, control, joining, machine
+from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
 
@@ -30,15 +29,17 @@ def initialize(config) -> None:
       UserError: the machine has not what is asked for (a GPU, the other processes, a writable cache folder).
     """
     settings = config.runtime
-    processes = find_processes(settings)
+    processes = joining.join(config)
     _choose_platform(settings)
     if not compat.devices_started():
         _set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir)
-    if processes.count > 1 and not control.current:
-        _connect(config, processes)
+    if processes.count > 1:
+        _connect(processes)
     with chatter.hidden(config.observe.verbose):
         _start_devices(settings)
+    if processes.count > 1 and jax.default_backend() == "cpu":
+        compat.share_cache_keys(f"{machine.cpu_name()} {machine.instruction_sets()}")
     if note := not_a_task():
         log.warning("%s", note)
     _warn_of_idle_gpus()
@@ -100,23 +101,20 @@ def _use_compile_cache(folder: str) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
-def _connect(config, processes: Processes) -> None:
-    """Joins the other processes and agrees with them on config and code, then connects JAX's own service through the channel.
+def _connect(processes: Processes) -> None:
+    """Connects JAX's own service, once, through the channel to the other processes.
 
     JAX aborts a process when its connection breaks or a peer is late, so its time limits are kept out of reach.
     """
-    settings = config.runtime
+    channel = control.current
+    if channel.has_jax:
+        return
     if jax.distributed.is_initialized():
         raise UserError("JAX is connected to other processes already; leave that to jaxtrain: runtime.coordinator_address etc.")
-    where = f"process {processes.index} of {processes.count}, coordinator {processes.coordinator}"
-    log.info("waiting for the other processes (%s, at most %d s)", where, settings.init_timeout_s)
-    started = time.monotonic()
-    channel = control.join(processes, settings.init_timeout_s, settings.heartbeat_timeout_s)
-    control.agree(agreement.facts(config))
+    channel.has_jax = True
     if jax.config.values["jax_cpu_collectives_implementation"] not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index)
-    log.info("connected %d processes in %.1f s", processes.count, time.monotonic() - started)
 
 
 def _start_devices(settings) -> None:

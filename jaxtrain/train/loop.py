@@ -35,7 +35,7 @@ from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import control, machine, startup, stop
+from jaxtrain.runtime import control, joining, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
@@ -56,7 +56,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
-    with WorkdirLock(workdir, startup.find_processes(config.runtime).index == 0) as lock:
+    with WorkdirLock(workdir, joining.join(config).index == 0) as lock:  # before devices start; the others hear of a refusal
         control.at_end.append(lock.release)
         startup.initialize(config)
         setup_logging(jax.process_index())

@@ -190,9 +190,9 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
         + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
     }
     names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
-    table = pipeline_schedule.of(config, layout.size("pipeline"))
-    times, stored = (table.slots, shapes.layers // table.virtual) if table else (1, m.num_layers)
-    if table and config.pipeline.keep == "input":
+    schedule = pipeline_schedule.of(config, layout.size("pipeline"))
+    times, stored = (schedule.slots, shapes.layers // schedule.virtual_stages) if schedule else (1, m.num_layers)
+    if schedule and config.pipeline.keep == "input":
         return {"block_in": times * residual}
     found: dict[str, int] = {}
 
@@ -206,10 +206,10 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
     dense = m.dense_first_layers if m.num_experts else stored
     add(bytes_of, dense)
     add(bytes_of | _expert_activations(config, layout, shapes), stored - dense)
-    if table and table.pair_slots:  # inputs and gradients of each matrix
+    if schedule and schedule.deferred_slots:  # inputs and gradients of each matrix
         count = 2 if _gated(m) else 1
         wide = (2 * heads + 2 * kv_heads) * m.head_dim + mlp * (count + 1)
-        found["pairs"] = table.pair_slots * stored * (word * b * s * wide + (5 + count) * residual)
+        found["pairs"] = schedule.deferred_slots * stored * (word * b * s * wide + (5 + count) * residual)
     return found
 
 
@@ -327,8 +327,8 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         else:
             add("tensor", "activations", residual, (4 + full) * shapes.layers * count, 2)
             add("tensor", "activations at the ends", residual, 2 * count, 2)
-    if table := pipeline_schedule.of(config, layout.size("pipeline")):
-        between, turns = shapes.word * b * shapes.own_length * m.embed_dim, len(table.kind)
+    if schedule := pipeline_schedule.of(config, layout.size("pipeline")):
+        between, turns = shapes.word * b * shapes.own_length * m.embed_dim, len(schedule.kind)
         found["pipeline", "activations to the next stage, cotangents back"] = 2 * turns * between
         add("pipeline", "activations at the ends, from one stage and to one", between, 2 * turns + 2 * count, 2)
     for what, size in _context_traffic(config, layout, shapes).items():

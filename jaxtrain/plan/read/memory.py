@@ -43,7 +43,7 @@ ROWS = {
 _STATE = (  # arguments by name
     (r"\.params\b", "master"),
     (r"opt_state|^state\.(step|skipped)", "optimizer"),
-    (r"^batch|\bbatch\[", "batch"),
+    (r"^batch|\bbatch\.", "batch"),
 )
 _PASSED_ON = ("parameter", "while", "tuple", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier")
 _SCRATCH = ("s8", "u8")
