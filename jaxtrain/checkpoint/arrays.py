@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import pathlib
@@ -22,7 +23,6 @@ import numpy as np
 from jaxtrain.checkpoint import files
 
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # of the file system, the array store, the other processes
-_CHUNK_BYTES = 1 << 26
 _log = logging.getLogger(__name__)
 
 
@@ -49,11 +49,7 @@ def start_save(writer: Any, folder: pathlib.Path, leaves: dict[str, jax.Array]) 
     import orbax.checkpoint as ocp
 
     parts = {item: _part(leaves, item) for item in files.ITEMS}
-    trees = {
-        item: ocp.args.PyTreeSave(nested(part), nested({name: _save_args(name) for name in part}))
-        for item, part in parts.items()
-        if part  # weights alone have no training
-    }
+    trees = {item: ocp.args.PyTreeSave(nested(part)) for item, part in parts.items() if part}  # weights alone have no training
     writer.save(folder, args=ocp.args.Composite(**trees))
 
 
@@ -79,11 +75,7 @@ def read(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array of a checkpoint that is read part by part.
-
-    Attributes:
-      chunk: shape of the pieces in which it lies; what is read of one costs the memory and time of all of it.
-    """
+    """An array of a checkpoint that is read part by part."""
 
     array: Any  # tensorstore.TensorStore
 
@@ -92,14 +84,30 @@ class Stored:
         """Of the whole."""
         return tuple(self.array.shape)
 
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        """Of the pieces."""
-        return tuple(self.array.chunk_layout.read_chunk.shape)
-
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part."""
-        return self.array[index].read().result()
+        """A part, of which the store reads no more than its bytes if they follow each other in each piece that was saved: an
+        array is saved in as large pieces as devices had, and the store itself reads these whole."""
+        facts = self.array.spec().to_json()["metadata"]
+        plain = facts["compressor"] is None and facts["filters"] is None and facts["order"] == "C"
+        size, dtype, found = tuple(facts["chunks"]), self.array.dtype.numpy_dtype, []
+        cells = [range(i.start // n, -(-i.stop // n)) for i, n in zip(index, size, strict=True)]
+        for cell in itertools.product(*cells) if plain else ():
+            within = [(max(i.start - c * n, 0), min(i.stop - c * n, n)) for i, c, n in zip(index, cell, size, strict=True)]
+            first_range = next((d for d, (start, stop) in enumerate(within) if stop - start != 1), len(size))
+            if any((0, n) != ends for ends, n in zip(within[first_range + 1 :], size[first_range + 1 :], strict=True)):
+                return self.array[index].read().result()
+            begin, end = (int(np.ravel_multi_index(at, size)) for at in zip(*((a, b - 1) for a, b in within), strict=True))
+            span = slice(begin * dtype.itemsize, (end + 1) * dtype.itemsize)
+            key = facts["dimension_separator"].join(map(str, cell)) or "0"
+            found.append((cell, within, self.array.kvstore.read(key, byte_range=span)))
+        if not plain:
+            return self.array[index].read().result()
+        values = np.empty([i.stop - i.start for i in index], dtype)
+        for cell, within, future in found:
+            corner = [c * n - i.start for c, n, i in zip(cell, size, index, strict=True)]
+            there = tuple(slice(at + start, at + stop) for at, (start, stop) in zip(corner, within, strict=True))
+            values[there] = np.frombuffer(future.result().value, dtype).reshape([stop - start for start, stop in within])
+        return values
 
 
 def opened(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -> dict[str, Stored]:
@@ -113,14 +121,6 @@ def opened(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...])
         kvstore = {"driver": "ocdbt", "base": base, "path": within.replace("/", ".")}
         found[name] = Stored(tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result())
     return found
-
-
-def _save_args(name: str) -> Any:
-    """How an array is cut into pieces that are read by themselves: those of blocks at least by layer."""
-    import orbax.checkpoint as ocp
-
-    by_layer = {"blocks", "dense_blocks"} & set(name.split("/"))
-    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if by_layer else ())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from jaxtrain.runtime import control
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # --dtype: the format's name
 METADATA = {"format": "pt"}
-PART_BYTES = 1 << 26  # of an array, read at a time where it lies in smaller chunks
+PART_BYTES = 1 << 26  # of an array, read at a time
 Spec = tuple[str, str, tuple[int, ...]]  # a tensor's name, dtype and shape
 Part = tuple[tuple[int, int], ...]  # of an array: start and stop in each dimension
 
@@ -156,15 +156,13 @@ def _make(target: remote.Target) -> None:
 
 
 def _parts(leaf: Stored, stacked: int) -> Iterator[Part]:
-    """The parts in which an array is read: chunk by chunk along what is spread over tensors and the dimension after it."""
-    depth = min(stacked + 1, len(leaf.shape))
-    steps = list(leaf.chunk[:depth])
-    if depth > stacked:
-        size = math.prod(steps) * math.prod(leaf.shape[depth:]) * 4
-        steps[-1] *= max(1, PART_BYTES // size)
+    """The parts in which an array is read: of one tensor each, and of no more rows of it than PART_BYTES hold."""
+    steps = [1] * stacked
+    if len(leaf.shape) > stacked:
+        steps.append(max(1, PART_BYTES // (4 * math.prod(leaf.shape[stacked + 1 :]))))
     ranges = [[(at, min(at + step, n)) for at in range(0, n, step)] for n, step in zip(leaf.shape, steps, strict=False)]
     for place in np.ndindex(*map(len, ranges)):
-        yield (*(of[i] for of, i in zip(ranges, place, strict=True)), *((0, n) for n in leaf.shape[depth:]))
+        yield (*(of[i] for of, i in zip(ranges, place, strict=True)), *((0, n) for n in leaf.shape[len(steps) :]))
 
 
 def _slices(part: Part) -> tuple[slice, ...]:
