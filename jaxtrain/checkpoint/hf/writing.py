@@ -27,7 +27,7 @@ from jaxtrain.runtime import control
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # --dtype: the format's name
 METADATA = {"format": "pt"}
-PART_BYTES = 1 << 26  # of an array, read at a time
+PART_BYTES = 1 << 24  # of an array, read at a time
 Spec = tuple[str, str, tuple[int, ...]]  # a tensor's name, dtype and shape
 Part = tuple[tuple[int, int], ...]  # of an array: start and stop in each dimension
 
