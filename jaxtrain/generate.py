@@ -33,6 +33,7 @@ def generate(
     *,
     seed: int = 0,
     step: int | None = None,
+    ema: bool = False,
     overrides: Sequence[tuple[str, Any]] = (),
     stop: Sequence[str] = (),
     **sampling: Any,
@@ -44,6 +45,7 @@ def generate(
       prompts: each a text, or a conversation as a list of {"role": ..., "content": ...}, put through the chat template.
       num_samples: continuations of each prompt; they follow each other.
       step: which checkpoint of a run; None: the newest whole one.
+      ema: the moving average of its weights.
       overrides: settings by dotted name; mesh.tensor is the number of devices.
       stop: text at whose first occurrence a continuation ends, which is left out.
       sampling: fields of `jaxtrain.train.sampling.Sampling`.
@@ -61,7 +63,7 @@ def generate(
         ("--seed", seed, 0, 2**32 - 1),
         ("--step", step or 0, 0, None),
     )
-    generator = Generator(workdir, overrides, step)
+    generator = Generator(workdir, overrides, step, ema)
     rows = [ids for prompt in prompts for ids in [generator.ids(prompt)] * num_samples]
     return generator.continuations(rows, how, stop, seed)
 
@@ -70,11 +72,13 @@ class Generator:
     """A model with its tokenizer. Weights are read at first use, when prompts are known to be right.
 
     Args:
-      workdir, overrides, step: see `generate`.
+      workdir, overrides, step, ema: see `generate`.
     """
 
-    def __init__(self, workdir: str | os.PathLike, overrides: Sequence[tuple[str, Any]] = (), step: int | None = None):
-        from jaxtrain.data.files import is_remote
+    def __init__(
+        self, workdir: str | os.PathLike, overrides: Sequence[tuple[str, Any]] = (), step: int | None = None, ema: bool = False
+    ):
+        from jaxtrain.data.remote import is_remote
         from jaxtrain.data.tokenizers import get_tokenizer
         from jaxtrain.train import weights
 
@@ -82,7 +86,7 @@ class Generator:
         base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
         self.config = weights.config_of(self.path, base, overrides, text=True)
         self.tokenizer: Tokenizer = get_tokenizer(self.config.data)
-        self._open = lambda: weights.open_model(self.path, base, overrides, step, text=True)
+        self._open = lambda: weights.open_model(self.path, base, overrides, step, text=True, ema=ema)
         self._ends = {self.tokenizer.eos_id, *weights.end_ids(self.path)}
 
     @functools.cached_property
@@ -183,6 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--num-samples", type=int, default=1, help="continuations to draw of each prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the model over (default 1)")
     parser.add_argument("--tokenizer", default="", help="as data.tokenizer; needed where the run's is a file")
     parser.add_argument("--output", default="", help="write prompts and continuations to this file, as JSON lines")
@@ -204,7 +209,7 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     overrides = [("mesh.tensor", args.tensor), *([("data.tokenizer", args.tokenizer)] if args.tokenizer else []), *overrides]
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "stop")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "ema", "stop")
     texts = generate(args.workdir, prompts, args.num_samples, overrides=overrides, **{n: getattr(args, n) for n in names})
     prompts = [prompt for prompt in prompts for _ in range(args.num_samples)]
     if output:

@@ -34,8 +34,9 @@ MAX_LINES = 400
 # Lines of code (no blanks, comments, docstrings) that a room may have: as measured on 2026-11-30, so that growth is a choice.
 # The aim is 9,500 for all but OTHERS and 2,500 for the plan. What stands above it are features: of the plan (it had 3,560)
 # ledger, traffic, time, search, advice, comparison, page, plan by formula; of the rest the channel between processes, locks,
-# changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory.
-BUDGETS = {"jaxtrain": 13_100, "jaxtrain.plan": 3_200}
+# changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory;
+# moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage.
+BUDGETS = {"jaxtrain": 13_600, "jaxtrain.plan": 3_200}
 OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
 
 

@@ -51,8 +51,16 @@ def import_folder(hf: str, workdir: pathlib.Path, overrides: Overrides, narrow: 
     log.info("Wrote %s: the weights of %s as step 0; --config.checkpoint.init_from=%s trains from them", workdir, hf, workdir)
 
 
-def export_run(workdir: pathlib.Path, hf: str, overrides: Overrides, step: int | None, dtype: str, max_bytes: int) -> None:
-    """Makes a Hugging Face folder of a run's checkpoint.
+def export_run(
+    workdir: pathlib.Path,
+    hf: str,
+    overrides: Overrides,
+    step: int | None,
+    dtype: str,
+    max_bytes: int,
+    ema: bool = False,
+) -> None:
+    """Makes a Hugging Face folder of a run's checkpoint; `ema`: of the moving average of its weights.
 
     Raises ConfigError or UserError for a run without such a checkpoint, a model that no architecture has, or a folder that
     holds weights or cannot be written.
@@ -62,13 +70,13 @@ def export_run(workdir: pathlib.Path, hf: str, overrides: Overrides, step: int |
         raise ConfigError([f"--workdir={workdir}: is a Hugging Face folder already; give the folder of a run"])
     program = weights.open_program(weights.config_of(workdir, {"mesh.fsdp": -1}, overrides))
     setup_logging(jax.process_index())
-    params, facts, step = restore_params(workdir, program.abstract_state.params, step, reader=arrays.opened)
+    params, facts, step = restore_params(workdir, program.abstract_state.params, step, reader=arrays.opened, ema=ema)
     leaves, count = arrays.named_leaves(params), program.model.num_layers - program.model.dense_first_layers
     order = facts.get(LAYER_ORDER) or range(count)
     prepared = writing.prepare(leaves, program.model, order, workdir, dtype, max_bytes)
     writing.write(prepared, hf, workdir)
     size, kind = sum(file.bytes for file in prepared.files), prepared.config["architectures"][0]
     what = f"{kind}, {prepared.config['dtype']}, {size / 1e9:.2f} GB in {len(prepared.files)} files"
-    log.info("Wrote %s: step %d as %s", hf, step, what)
+    log.info("Wrote %s: step %d%s as %s", hf, step, " (moving average)" if ema else "", what)
     if not dtype and prepared.narrower:
         log.info("Its weights came in %s, which would round them now; --dtype=%s halves the size", *[prepared.narrower] * 2)

@@ -29,6 +29,7 @@ from jaxtrain.parallel.parameters import replaced, subset
 from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
 from jaxtrain.remat.policy import memory_kind, with_working_copy
 from jaxtrain.runtime import compat
+from jaxtrain.train import ema as averages
 from jaxtrain.train import optimizer as optimizers
 from jaxtrain.train.device import DeviceProgram
 from jaxtrain.train.state import TrainState
@@ -51,6 +52,7 @@ class Program:
     batch_sharding: NamedSharding  # of each array of a training batch
     eval_batch_sharding: NamedSharding  # of each array [b, T] of an evaluation batch
     init: Callable[[int], TrainState]  # seed -> state
+    begin: dict[str, Callable[[Any], Any]]  # "opt_state", "ema": weights -> that before the first step with them
     train_step: jax.stages.Wrapped  # (state, batch, learning rate) -> (state, metrics); the state is donated
     eval_step: Callable[[Any, Batch], LossSums]  # (params, batch [b, T]) -> sums
     loss_and_grads: Callable  # (params, batch, step) -> (metrics, mean gradients): the step without its update
@@ -165,7 +167,14 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     param_shardings = tree_shardings(layout, abstract_params, dims, "storage", memory_kind(config.memory, "master"))
     gradient_shardings = tree_shardings(layout, trained, trained_dims, "optimizer")
     opt_shardings = _optimizer_shardings(layout, optimizer, trained, trained_dims, memory_kind(config.memory, "moments"))
-    state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
+    averaged = averages.Ema(whole, subset(param_shardings, trainable)) if config.train.ema_decay else ()
+    state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole, averaged)
+
+    def begin_optimizer(params):
+        return optimizer.init(subset(params, trainable))
+
+    def begin_ema(params):
+        return averages.begin(subset(params, trainable)) if config.train.ema_decay else ()
 
     def init(seed):
         params = nnx.to_pure_dict(nnx.state(make(jax.random.key(seed)), nnx.Param))
@@ -173,7 +182,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
             order = layout.layer_order(model.num_layers).ravel()
             params["blocks"] = jax.tree.map(lambda a: a[order], params["blocks"])
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, optimizer.init(subset(params, trainable)), zero, zero)
+        return TrainState(zero, params, begin_optimizer(params), zero, zero, begin_ema(params))
 
     specs = decoder_specs(abstract, layout, execution.dtype)
     functions: Sequence[Callable] = DeviceProgram(config, layout, merge, parameters, specs).functions()
@@ -196,9 +205,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     rule = optimizers.make_update(config, trained_dims)
 
-    def update(finite, rate, grads, params, opt_state):
-        new, opt_state = rule(finite, rate, grads, subset(params, trainable), opt_state)
-        return replaced(params, new), opt_state
+    def update(finite, rate, grads, params, state):
+        new, state = rule(finite, rate, grads, subset(params, trainable), state)
+        return replaced(params, new), state
 
     train_step = make_train_step(gradients, update, config.optimizer.clip_norm, routed if model.num_experts else None)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
@@ -218,6 +227,10 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=compat.run_once_options(platform)),
+        begin={
+            key: jax.jit(function, out_shardings=shardings, compiler_options=compat.run_once_options(platform))
+            for key, function, shardings in (("opt_state", begin_optimizer, opt_shardings), ("ema", begin_ema, averaged))
+        },
         train_step=jax.jit(
             train_step,
             out_shardings=(state_shardings, whole),

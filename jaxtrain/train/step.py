@@ -90,7 +90,7 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
 
     Args:
       gradients: `(params, batch, step) -> (LossSums, sums of gradients, their norm)`; update: see `optimizer.make_update`.
-      routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts.
+      routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts; what it moves has no gradient.
     """
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -101,8 +101,8 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             with jax.named_scope(WEIGHTS):
                 grads = jax.tree.map(lambda g: g * scale, grads)
-        params, opt_state = update(finite, learning_rate, grads, state.params, state.opt_state)
-        params, extra = routed(params, sums, finite) if routed else (params, {})
+        params, extra = routed(state.params, sums, finite) if routed else (state.params, {})
+        params, (opt_state, ema) = update(finite, learning_rate, grads, params, (state.opt_state, state.ema))
         skip = 1 - finite.astype(jnp.int32)
         state = TrainState(
             step=state.step + 1,
@@ -110,6 +110,7 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
             opt_state=opt_state,
             skipped=state.skipped + skip,
             skipped_in_row=(state.skipped_in_row + 1) * skip,
+            ema=ema,
         )
         metrics = mean_losses(sums) | extra
         metrics |= {

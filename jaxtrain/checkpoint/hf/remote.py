@@ -13,9 +13,11 @@ import pathlib
 import shutil
 import tempfile
 
-from jaxtrain.data.files import filesystem, is_remote, read_bytes, retried
+from jaxtrain.data.files import read_bytes
+from jaxtrain.data.remote import filesystem, is_remote, retried
 from jaxtrain.errors import UserError
 
+TEMPLATES = "additional_chat_templates/"
 COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 LARGEST_COPY, LARGEST_HEADER = 256 << 20, 100 << 20
 _urls: dict[pathlib.Path, str] = {}  # of files whose content is elsewhere
@@ -33,10 +35,11 @@ def _copy(url: str) -> pathlib.Path:
     place = _temporary()
     system, base = filesystem(url)
     try:
-        found = retried(lambda: system.find(base, detail=True), url)
+        found = retried(lambda: system.find(base, maxdepth=2, detail=True), url)
     except FileNotFoundError:
         found = {}
     sizes = {path.removeprefix(base).lstrip("/"): facts["size"] for path, facts in found.items()}
+    sizes = {name: size for name, size in sizes.items() if "/" not in name or name.startswith(TEMPLATES)}
     if not sizes:
         raise UserError(f"{url}: there is no such folder, or it is empty")
     for name, size in sizes.items():
@@ -82,7 +85,7 @@ class Target:
             system, base = filesystem(self.name.rstrip("/"))
             for path in sorted(path for path in self.local.rglob("*") if path.is_file()):
                 there = f"{base}/{path.relative_to(self.local).as_posix()}"
-                retried(lambda path=path, there=there: system.put_file(str(path), there), f"{self.name} (writing)")
+                retried(lambda path=path, there=there: system.put_file(str(path), there), self.name, "write")
                 path.unlink()
 
 

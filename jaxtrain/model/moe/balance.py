@@ -85,5 +85,6 @@ def move_bias(params: Any, counts: jax.Array, finite: jax.Array, rate: float) ->
     """
     step = rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
     mlp = params["blocks"]["mlp"]
-    router = mlp["router"] | {"bias": mlp["router"]["bias"] + jnp.where(finite, step, 0.0)}
+    bias = jax.device_put(mlp["router"]["bias"], jax.memory.Space.Device)  # from the host, with memory.offload
+    router = mlp["router"] | {"bias": bias + jnp.where(finite, step, 0.0)}
     return params | {"blocks": params["blocks"] | {"mlp": mlp | {"router": router}}}

@@ -60,8 +60,8 @@ class ClosedForm:
 
     @property
     def state(self) -> int:
-        """Master weights and optimizer state: what stays between steps."""
-        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", *STATE_NAMES, "optimizer"))
+        """Master weights, their moving average and optimizer state: what stays between steps."""
+        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", "ema", *STATE_NAMES, "optimizer"))
 
     def axis_bytes(self) -> dict[str, int]:
         """Bytes sent per step by mesh axis."""
@@ -110,6 +110,8 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     shapes = _Shapes(config, layout)
     activations = activation_bytes(config, layout)
     rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
+    if config.train.ema_decay:
+        rows["ema"] = 4 * shapes.elements("storage", trained=True) + 4  # and a counter
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer", trained=True)
     if config.sharding.zero_stage in (1, 2) and layout.size(*STATE_AXES) > 1:  # gathered once a step and kept
@@ -155,7 +157,7 @@ def _offloaded(config, rows, activations) -> dict[str, int]:
     """Takes what `memory.offload` names out of the rows and returns it. Counters stay on the device."""
     host, offload = {}, config.memory.offload
     if "master" in offload:
-        host["master"] = rows.pop("master")
+        host |= {row: rows.pop(row) for row in ("master", "ema") if row in rows}
     if "moments" in offload:
         host |= {row: rows.pop(row) for row in STATE_NAMES if row in rows}
     if kept := sum(size for name, size in activations.items() if name in offload):
