@@ -16,7 +16,6 @@ from tiny import host
 from jaxtrain import config as configs
 from jaxtrain import convert
 from jaxtrain.checkpoint.hf import reading, remote
-from jaxtrain.data import files
 from jaxtrain.errors import UserError
 
 
@@ -67,7 +66,7 @@ def test_tokenizers_keep_their_url(hub):
     assert configs.load(f"{root}/configs/hf.py:{url}/worded").data.tokenizer == f"{url}/worded"
 
 
-def test_damaged_and_absent_folders_are_one_message(hub, monkeypatch):
+def test_damaged_and_absent_folders_are_one_message(hub):
     url, system = hub
     for path in (GOLDEN / "llama").iterdir():
         system.pipe_file(f"hub/cut/{path.name}", path.read_bytes()[: -5 if path.name.startswith("model-00002") else None])
@@ -75,7 +74,3 @@ def test_damaged_and_absent_folders_are_one_message(hub, monkeypatch):
         reading.open_source(remote.local(f"{url}/cut"))
     with pytest.raises(UserError, match="s3://hub/none: there is no such folder"):
         remote.local(f"{url}/none")
-    monkeypatch.setattr(files, "RETRIES", 0)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="cannot read s3://hub/elsewhere"):
-        remote.local("s3://hub/elsewhere")
