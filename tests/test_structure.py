@@ -25,7 +25,7 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity",
-    6: "command_line api main train.loop train.conversion convert evaluate generate tokenize inspect_data tune",
+    6: "command_line api main train.loop train.conversion convert evaluate generate lm_eval tokenize inspect_data tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
@@ -37,7 +37,10 @@ MAX_LINES = 400
 # changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory;
 # moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage.
 BUDGETS = {"jaxtrain": 13_600, "jaxtrain.plan": 3_200}
-OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
+OTHERS = (  # data, foreign weights, a foreign harness
+    *("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize"),
+    *("jaxtrain.lm_eval", "jaxtrain.train.scoring"),
+)
 
 
 def sources() -> dict[str, str]:
