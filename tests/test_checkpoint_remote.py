@@ -6,17 +6,20 @@ import json
 import logging
 import shutil
 import time
+import types
 
 import pytest
 from test_checkpoint import FACTS, abstract, assert_identical, make_state, same, saved_steps
 from test_data_remote import Store as Server
 
+from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as tool
 from jaxtrain.checkpoint import lock, remote
 from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.data import remote as data_remote
 from jaxtrain.errors import UserError
+from jaxtrain.train.start import Start
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,22 @@ def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, thr
     assert kept == set(before)
 
 
+def test_what_is_beside_comes_too(url, three, tmp_path):
+    workdir = shutil.copytree(three, tmp_path / "run")
+    (workdir / "config.json").write_text("{}")
+    (workdir / "hf").mkdir()
+    (workdir / "hf" / "tokenizer.json").write_text("words")
+    remote.Store(url).push(workdir / "checkpoints", 2)
+    start = types.SimpleNamespace(_workdir=tmp_path / "new", _config=configs.default_config().unlock())
+    start._config.checkpoint.init_from = f"{url}/checkpoints/2"
+    assert Start._source(start) == Start._source(start) == str(tmp_path / "new" / "init_from")  # copied once
+    found = tmp_path / "new" / "init_from"
+    assert saved_steps(found) == [2] and (found / "config.json").read_text() == "{}"
+    assert (found / "hf" / "tokenizer.json").read_text() == "words"
+    with pytest.raises(UserError, match=r"no checkpoint in s3://.*/none/checkpoints: is it where"):
+        remote.fetch_one(f"{url}/none", tmp_path / "none")
+
+
 def test_one_run_at_a_time_copies_to_a_place(url, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "DEAD_AFTER_S", 0.3)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)
@@ -133,7 +152,8 @@ def test_a_store_that_cannot_be_written_costs_no_step(url, tmp_path, monkeypatch
     monkeypatch.setattr(remote.Store, "push", fails)
     save_all(tmp_path / "run", url, 1, 2)
     assert saved_steps(tmp_path / "run") == [1, 2] and remote.Store(url).sizes() == {}
-    assert "step 2 could not be copied: cannot write there. The one in the workdir is whole" in caplog.text
+    assert "step 1 could not be copied: cannot write there. The one in the workdir is whole" in caplog.text
+    assert "step 2 could not be copied" in caplog.text
 
 
 def test_copying_holds_up_no_save(url, tmp_path, monkeypatch):

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import flat
+from layouts import assert_same_bits, flat
 from tiny import assert_close, batch, config, devices, host, program
 
+from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.plan.predict.closed_form import closed_form
 from jaxtrain.train import ema
 
@@ -55,6 +56,19 @@ def test_it_is_the_weighted_mean_of_all_weights_since_the_start(name):
 @pytest.mark.parametrize("name", ["zero 1", "zero 3, tensor", "on the host"])
 def test_it_is_the_same_on_every_mesh(name):
     assert_close(trained(name)[2].ema.weights, host(trained("one device")[2].ema.weights), 1e-5)
+
+
+def test_it_comes_back_on_another_mesh(tmp_path):
+    (_, _, state), (one, _, _) = trained("zero 3, tensor"), trained("one device")
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        checkpointer.save(STEPS, state, {})
+        restored, _, _ = checkpointer.restore_newest(one.abstract_state, Wanted())
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / str(STEPS)).iterdir() if path.is_dir())[0] == "ema"
+    assert_same_bits(host(restored.ema.weights), host(state.ema.weights))
+    assert (
+        int(restored.ema.count) == STEPS
+        and restored.ema.weights["head"]["kernel"].sharding == one.abstract_state.params["head"]["kernel"].sharding
+    )
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.999, 0.9999999])

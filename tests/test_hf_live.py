@@ -17,6 +17,7 @@ import pytest
 from hf import NAMES, batch_of, expected, load, program_of
 from test_hf_writing import export, imported
 
+from jaxtrain.model.batch import Batch
 from jaxtrain.train.sampling import Sampling, sample
 
 OTHER = os.environ.get("JAXTRAIN_TORCH_PYTHON", "")
@@ -53,7 +54,7 @@ def test_logits_and_generation_equal_transformers(name, folders):
     root, found = folders
     program = program_of(root / name)
     params, tokens = load(program, root / name), expected(name)["tokens"]
-    logits = program.logits(params, batch_of(tokens))
+    logits = program.logits(params, Batch(**batch_of(tokens)))
     assert np.abs(found[f"{name}/logits"] - expected(name)["logits"]).max() > 1e-2  # they are other weights
     np.testing.assert_allclose(logits, found[f"{name}/logits"], rtol=0, atol=1e-4)
     drawn = sample(program, params, tokens[:, :16], jax.random.key(0), Sampling(8, temperature=0.0))

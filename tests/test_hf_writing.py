@@ -15,6 +15,7 @@ from tiny import host
 from jaxtrain.checkpoint import arrays
 from jaxtrain.checkpoint.hf import carried, config_json, reading, tensor_files, writing
 from jaxtrain.checkpoint.manager import Checkpointer, restore_params, saved_steps
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.train.program import LAYER_ORDER
@@ -23,7 +24,7 @@ from jaxtrain.train.program import LAYER_ORDER
 def export(program, params, folder, workdir, **options):
     """Saves a checkpoint of the weights as they lie on their mesh, and makes a folder of it."""
     step = max(saved_steps(workdir), default=-1) + 1
-    with Checkpointer(workdir, save_every_steps=1, keep_last=100) as checkpointer:
+    with Checkpointer(workdir, save_every_steps=1, keep=Keep(last=100)) as checkpointer:
         checkpointer.save(step, {"params": params}, {LAYER_ORDER: program.layer_order})
     stored, facts, _ = restore_params(workdir, program.abstract_state.params, step, reader=arrays.opened)
     leaves, run = arrays.named_leaves(stored), pathlib.Path(workdir)

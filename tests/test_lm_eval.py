@@ -14,6 +14,7 @@ from jaxtrain import generate
 from jaxtrain.command_line import command
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.model.batch import Batch
 
 pytest.importorskip("lm_eval")
 from jaxtrain import lm_eval
@@ -37,7 +38,7 @@ def log_p():
     def found(ids):
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(ids)] = ids
-        return np.asarray(jax.nn.log_softmax(program.logits(params, batch_of(tokens))[0], -1))
+        return np.asarray(jax.nn.log_softmax(program.logits(params, Batch(**batch_of(tokens)))[0], -1))
 
     return found
 

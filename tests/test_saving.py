@@ -1,12 +1,16 @@
 """Which states are saved: none while steps are being skipped, and what is advised then."""
 
+import importlib.util
 import math
+import pathlib
 
 import pytest
 
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
 from jaxtrain.train.saving import Keeper
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Checkpoints:
@@ -128,3 +132,13 @@ def test_the_step_advised_was_followed_by_a_finite_gradient(first_bad, advised):
     if first_bad == 6:
         checkpoints.saved = [5]
     assert advised in keeper.advice()
+
+
+def test_the_script_that_measures_a_save(tmp_path):
+    """docs/checkpoints.md has its figures: a save returns long before everything is written."""
+    spec = importlib.util.spec_from_file_location("measure_save", ROOT / "scripts" / "measure_save.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found = script.measure(tmp_path, gb=0.02, saves=1)
+    assert set(found) == {"copy alone", "save holds up", "written after"} and {len(each) for each in found.values()} == {1}
+    assert found["save holds up"][0] < found["written after"][0]

@@ -22,7 +22,7 @@ from jaxtrain.checkpoint import files, lock
 from jaxtrain.data.remote import filesystem, is_remote, retried
 from jaxtrain.errors import UserError
 
-FOLDER, CONFIG = "checkpoints", "config.json"
+FOLDER, BESIDE = "checkpoints", ("config.json", "hf")  # what of a workdir is copied with its checkpoints
 BEAT_S, DEAD_AFTER_S, LOOK_S = 15.0, 60.0, 2.0  # of the lock: how often renewed, when left behind, how often looked at
 _log = logging.getLogger(__name__)
 
@@ -59,33 +59,44 @@ class Store:
             self._do(lambda: self._system.rm_file(f"{self._base}/{name}"), "delete in")
 
     def push(self, root: pathlib.Path, step: int) -> None:
-        """Copies a complete step of a workdir, unless the very same is there, and the workdir's config.json."""
+        """Copies a complete step of a workdir, unless the very same is there, and what is beside them."""
         folder, base = root / str(step), f"{FOLDER}/{step}"
         if self.read(f"{base}/{files.CHECKSUMS}") == (folder / files.CHECKSUMS).read_bytes():
             return
         self.remove(step)
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        for some in ([name for name in names if name != files.CHECKSUMS], [files.CHECKSUMS]):
-            pairs = [str(folder / name) for name in some], [f"{self._base}/{base}/{name}" for name in some]
-            self._do(lambda pairs=pairs: self._system.put(*pairs), "write")
-        if (root.parent / CONFIG).is_file():
-            self.write(CONFIG, (root.parent / CONFIG).read_bytes())
+        names = _names(folder)
+        self._put(folder, base, [name for name in names if name != files.CHECKSUMS])
+        self._put(folder, base, [files.CHECKSUMS])
+        self._put(root.parent, "", [name for name in BESIDE if (root.parent / name).is_file()])
+        for name in BESIDE:
+            self._put(root.parent / name, name, _names(root.parent / name))
 
     def pull(self, root: pathlib.Path, step: int) -> str:
         """Copies a step into a workdir, where it appears when it is whole. Returns why it is not, "" if it is."""
         unfinished = files.unfinished_folder(root, step)
         files.remove(unfinished)
         folder, base = unfinished / str(step), f"{FOLDER}/{step}"
-        names = list(self._files(base))
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pairs = [f"{self._base}/{base}/{name}" for name in names], [str(folder / name) for name in names]
-        self._do(lambda: self._system.get(*pairs), "read")
+        self.get(base, folder)
         reason = files.damage(folder) or files.data_damage(folder)
         if not reason:
             folder.rename(root / str(step))
         files.remove(unfinished)
         return reason
+
+    def get(self, name: str, folder: pathlib.Path) -> None:
+        """Copies all files below a name to a folder."""
+        names = list(self._files(name))
+        for each in names:
+            (folder / each).parent.mkdir(parents=True, exist_ok=True)
+        if names:
+            pairs = [f"{self._base}/{name}/{each}" for each in names], [str(folder / each) for each in names]
+            self._do(lambda: self._system.get(*pairs), "read")
+
+    def _put(self, folder: pathlib.Path, name: str, names: list[str]) -> None:
+        if names:
+            base = f"{self._base}/{name}".rstrip("/")
+            pairs = [str(folder / each) for each in names], [f"{base}/{each}" for each in names]
+            self._do(lambda: self._system.put(*pairs), "write")
 
     def set_aside(self, step: int) -> None:
         """Moves a step to checkpoints/set_aside/STEP-N, N the first that is free."""
@@ -131,6 +142,7 @@ class Copies:
         self._beating.start()
         self._pool = futures.ThreadPoolExecutor(1, "copy checkpoints")
         self._seen: set[int] = set()
+        self._failing = self._closing = False
 
     def fetch(self, root: pathlib.Path, step: int) -> list[int]:
         """Brings the newest whole step if it is newer than those of the workdir, and `step` (0: none) if that is not there.
@@ -171,6 +183,7 @@ class Copies:
 
     def close(self) -> None:
         """Waits for what is under way and gives the URL free."""
+        self._closing = True
         self._pool.shutdown()
         self._ended.set()
         self._beating.join()
@@ -180,13 +193,17 @@ class Copies:
 
     def _try(self, function: Callable, failed: str) -> None:
         try:
+            if self._failing and self._closing:  # each would be tried for a minute
+                raise UserError("not tried")
             holder = self._holder()
             if holder and holder.get("token") != self._me["token"]:
                 raise UserError(f"{lock.words(holder)} copies there now")
             function()
+            self._failing = False
         except FileNotFoundError:  # deleted meanwhile
             _log.debug("%s", failed, exc_info=True)
         except (UserError, OSError) as error:
+            self._failing = True
             _log.error("%s: %s: %s. The one in the workdir is whole", self._store.url, failed, error)
 
     def _holder(self) -> dict[str, Any] | None:
@@ -229,7 +246,7 @@ class Copies:
 
 @contextlib.contextmanager
 def local_copy(workdir: str, steps: Sequence[int] | None = None) -> Iterator[str]:
-    """A workdir on this machine: itself, or of a URL a temporary copy with config.json and the steps, all if none are named."""
+    """A workdir on this machine: itself, or of a URL a temporary copy with the steps, all if none are named."""
     if not is_remote(workdir):
         yield workdir
         return
@@ -246,15 +263,17 @@ def fetch_one(url: str, workdir: pathlib.Path) -> str:
 
 
 def fetch(url: str, workdir: pathlib.Path, steps: Sequence[int] | None = None) -> list[int]:
-    """Copies steps (default: all) and config.json from a URL to a workdir, and returns those that came.
+    """Copies steps (default: all) and what is beside them from a URL to a workdir, and returns the steps.
 
     Raises UserError for a step that is not there, is damaged, or that the workdir has.
     """
     store, root = Store(url), workdir.absolute() / FOLDER
     there = list(store.sizes())
     wanted = sorted(steps if steps is not None else there)
-    if missing := sorted(set(wanted) - set(there)) if there else ["any"]:
-        have = ", ".join(map(str, there)) or "none"
+    if not there:
+        raise UserError(f"no checkpoint in {url}/{FOLDER}: is it where a run's checkpoint.copy_to leads?")
+    if missing := sorted(set(wanted) - set(there)):
+        have = ", ".join(map(str, there))
         raise UserError(f"no checkpoint of step {', '.join(map(str, missing))} in {url}/{FOLDER}; there are: {have}")
     if held := sorted(set(wanted) & set(files.steps(root))):
         raise UserError(f"{root / str(held[0])}: is there already; choose another folder")
@@ -262,6 +281,14 @@ def fetch(url: str, workdir: pathlib.Path, steps: Sequence[int] | None = None) -
     for step in wanted:
         if reason := store.pull(root, step):
             raise UserError(f"{url}/{FOLDER}/{step} is damaged: {reason}")
-    if (content := store.read(CONFIG)) and not (workdir / CONFIG).exists():
-        (workdir / CONFIG).write_bytes(content)
+    for name in BESIDE:
+        if not (workdir / name).exists():
+            if content := store.read(name):
+                (workdir / name).write_bytes(content)
+            store.get(name, workdir / name)
     return wanted
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+    """Files below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

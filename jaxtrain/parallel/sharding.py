@@ -153,7 +153,7 @@ class Layout:
     def sharding(
         self, dims: Dims, placement: str, shape: Sequence[int] | None = None, memory_kind: str | None = None
     ) -> NamedSharding:
-        """As `spec`, on the mesh. With `shape`, every dimension must divide: XLA would replicate it in silence."""
+        """The sharding of an array. With `shape`, every dimension must divide, or XLA would replicate it silently."""
         if shape is not None:
             self.local_shape(dims, placement, shape)
         spec = self.spec(dims, placement)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.model.batch import Batch
 from jaxtrain.train.program import Program
 
 SHORTEST = 64  # tokens of a row; longer rows have powers of two, so that few shapes are compiled
@@ -50,7 +51,7 @@ def _batch(program, params, pairs, rows, length):
         tokens[row, :size], targets[row, :size], segments[row, :size] = ids[:-1], ids[1:], 1
         wanted[row, size - len(after) : size] = True
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape) * segments
-    batch = {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
+    batch = Batch(positions, segments, targets, tokens)
     sums, greedy = map(np.asarray, _scores(program, params, batch, wanted))
     return [(float(sums[row]), bool(greedy[row])) for row in range(len(pairs))]
 
@@ -58,8 +59,8 @@ def _batch(program, params, pairs, rows, length):
 @functools.partial(jax.jit, static_argnums=0)
 def _scores(program, params, batch, wanted):
     logits = program.logits(params, batch)
-    there = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    there = jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
     return (
         jnp.sum(jnp.where(wanted, there - jax.nn.logsumexp(logits, -1), 0.0), -1),
-        jnp.all((jnp.argmax(logits, -1) == batch["targets"]) | ~wanted, -1),
+        jnp.all((jnp.argmax(logits, -1) == batch.targets) | ~wanted, -1),
     )

@@ -109,8 +109,8 @@ class Start:
                 with (self._workdir / HISTORY).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             configs.save(self._config, self._workdir / "config.json")
-            if (source := self._config.checkpoint.init_from) and not step:
-                carried.take_over(hf_remote.local(source).expanduser(), self._workdir)
+            if self._config.checkpoint.init_from and not step:
+                carried.take_over(pathlib.Path(self._source()).expanduser(), self._workdir)
         except OSError as error:
             raise UserError(f"--workdir={self._workdir}: cannot be written ({error.strerror})") from error
 

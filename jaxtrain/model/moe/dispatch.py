@@ -129,14 +129,10 @@ def round_of(plan: DispatchPlan, number: jax.Array | int, s: Sizes) -> Round:
     start = number * s.rows
     begin = plan.first[:: s.own_experts]  # [devices + 1]
     at = begin[:-1, None] + start + jnp.arange(s.rows)
-    choice = jnp.where(
-        at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size
-    )
+    choice = jnp.where(at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size)
     position = plan.position - start
     position = jnp.where(
-        (position >= 0) & (position < s.rows) & (plan.position >= 0),
-        plan.device * s.rows + position,
-        s.received,
+        (position >= 0) & (position < s.rows) & (plan.position >= 0), plan.device * s.rows + position, s.received
     )
     return Round(choice.reshape(-1), position)
 

@@ -20,13 +20,7 @@ from jaxtrain.remat.policy import name
 class Moe(nnx.Module):
     """sum over the chosen experts of weight * expert(x), and the shared experts, as one MLP, of x."""
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        execution: Execution,
-        out_stddev: float,
-    ):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         self.router = Router(rngs, model, execution.layout)
         self.experts = Experts(rngs, model, execution, out_stddev)
         width = model.num_shared_experts * model.expert_mlp_dim
