@@ -79,7 +79,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 @jax.named_scope(LOSS)
 def _run(x, head, targets, layout, settings, with_gradients):
-    """All chunks: (LossSums, dx [B, t, D], this device's head gradient [D, V]), the last two only if asked for."""
+    """LossSums of all chunks; with `with_gradients` also dx [B, t, D] and this device's gradient of the head [D, V]."""
     matrix, tokens, width, sources = head.value, targets.size, x.shape[-1], settings.sources
     chunk = min(settings.chunk_tokens, tokens)
     count = -(-tokens // chunk)
@@ -116,7 +116,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
 
 def _chunk(x, y, matrix, layout, settings):
-    """Objective sum and cross-entropy of each token of one chunk [c, D], and d objective / d logits [c, V] in float32."""
+    """Of one chunk [c, D]: the sum of the objective, each token's cross-entropy, and d objective / d logits [c, V], float32."""
     logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap, settings.scale)
     ids = shard_index(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
