@@ -36,7 +36,7 @@ class Rows:
     rope: tuple[jax.Array, jax.Array] | None  # cos, sin: see `rope.tables`
 
     def angles(self, layer: Layer) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [B, T, H/2] of a layer."""
+        """A layer's cos and sin [B, T, H/2]."""
         if layer.rope is None:
             return self.rope
         return tuple(jax.lax.dynamic_index_in_dim(table, layer.rope, 0, keepdims=False) for table in self.rope)
@@ -52,7 +52,7 @@ class Cache:
     segments: jax.Array
 
     def write(self, keys: jax.Array, values: jax.Array, rows: Rows) -> Cache:
-        """The cache with new positions [B, T, K, H] at the places of `rows`."""
+        """The cache with new keys and values [B, T, K, H] written at the positions of `rows`."""
 
         def put(old, new):
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), rows.index[0], 1)

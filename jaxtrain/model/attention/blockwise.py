@@ -114,7 +114,7 @@ def backward(
 
 
 def _heads_first(x):
-    """[B, T, heads..., H] -> [B, heads..., T, H]: once, so that the products of the blocks need no transposition."""
+    """[B, T, heads..., H] -> [B, heads..., T, H], done once so that the products of blocks need no transposition."""
     return jnp.moveaxis(x, 1, -2)
 
 
@@ -169,7 +169,7 @@ class _Blocks:
 
 
 def _ends(index, size):
-    """[B, blocks] each: the first and the last place of every block of [B, T]."""
+    """The first and the last entry of every block of [B, T]: [B, blocks] each."""
     return index[:, ::size], jnp.concatenate([index[:, size - 1 : -1 : size], index[:, -1:]], 1)
 
 

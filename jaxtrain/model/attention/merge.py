@@ -59,7 +59,7 @@ def row_sums(g: jax.Array, g_lse: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def halves(tree: Any) -> tuple[Any, Any]:
-    """Of arrays [B, T, ...] the first and the second half of the positions."""
+    """The first and the second half of the positions of arrays [B, T, ...]."""
     return tuple(jax.tree.map(lambda x, half=half: jnp.split(x, 2, 1)[half], tree) for half in (0, 1))
 
 

@@ -153,7 +153,7 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Steps:
-    """What a device computes in each step of the ring, and whose keys it then has. All arrays are [B, T, ...]."""
+    """The steps of the ring: which device's keys are at hand in each, and what is computed. All arrays are [B, T, ...]."""
 
     def __init__(self, ring: Ring, segments: jax.Array, q: jax.Array):
         layout = ring.layout
@@ -162,15 +162,15 @@ class _Steps:
         self.own = axis_index(layout, "sequence") // self.context.group
 
     def mask(self, queries: Positions, keys: Positions, window: jax.Array | int) -> Mask:
-        """Of a step after the first. Causal order is a matter of whole chunks then: keys are earlier, or are not looked at."""
+        """The mask of a step after the first. Whole chunks are then earlier than the queries, or are not attended to at all."""
         return Mask(queries, keys, window, causal=False)
 
     def send(self, x: jax.Array) -> jax.Array:
-        """To the next device of the ring; what comes is from the one before."""
+        """Sends x to the next device of the ring and returns what the device before has sent."""
         return permute(self.layout, x, "sequence", self.context.group)
 
     def positions(self, step: jax.Array | int) -> Positions:
-        """[B, T] of the device `step` places earlier in the ring."""
+        """Positions [B, T] of the device that is `step` devices earlier in the ring."""
         source = (self.own - step) % self.count
         offsets = jnp.arange(self.length)
         places = self.context.row_positions(source * self.context.group, offsets, self.length // self.context.group)
@@ -178,7 +178,7 @@ class _Steps:
         return Positions(jnp.broadcast_to(places, segments.shape), segments)
 
     def merge(self, done: tuple, some: Callable, queries: tuple, keys: tuple, step: jax.Array | int) -> tuple:
-        """(output, log-sum-exp) `done` with those of a step merged in: `some(queries, keys)` of what is not hidden."""
+        """`done`, (output, log-sum-exp), with those of a step merged in. `some(queries, keys)` attends to what is visible."""
         if not self.causal:
             return merge(done, some(queries, keys))
         if not self.context.zigzag:
@@ -193,7 +193,7 @@ class _Steps:
     def add(
         self, dq: jax.Array, some: Callable, queries: tuple, keys: tuple, step: jax.Array | int
     ) -> tuple[jax.Array, jax.Array]:
-        """dq with that of a step added, and the step's gradient of keys: `some(queries, keys)` of what is not hidden."""
+        """dq with that of a step added, and the step's gradient of keys. `some(queries, keys)`: both for what is visible."""
         if self.causal and self.context.zigzag:
             earlier, pairs = self._pairs(queries, keys, step)
             (dq_late, dq_either), (dkv_early, dkv_either) = map(_rows, some(*pairs))
