@@ -40,7 +40,8 @@ MANY_PARAMETERS = {"jaxtrain.runtime.compat.cudnn_attention_backward", "jaxtrain
 # The aim is 9,500 for all but OTHERS and 2,500 for the plan. What stands above it are features: of the plan (it had 3,560)
 # ledger, traffic, time, search, advice, comparison, page, plan by formula; of the rest the channel between processes, locks,
 # changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory;
-# moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage, reading them part by part.
+# moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage,
+# reading them part by part.
 BUDGETS = {"jaxtrain": 13_680, "jaxtrain.plan": 3_200}
 OTHERS = (  # data, foreign weights, a foreign harness
     *("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize"),
