@@ -79,18 +79,18 @@ def restored(workdir, url, wanted=None):
 
 
 def test_a_new_machine_goes_on_from_the_copies(system, url, tmp_path, caplog):
-    save_all(tmp_path / "first", url, 1, 2, 3, last=2)
+    save_all(tmp_path / "first", url, 8, 9, 10, last=2)
     store = remote.Store(url)
-    assert list(store.sizes()) == saved_steps(tmp_path / "first") == [2, 3]
-    assert not store.read(lock.FILE) and not store.read("checkpoints/1/facts.json")
-    assert restored(tmp_path / "second", url) == 3
-    assert saved_steps(tmp_path / "second") == [3]
-    save_all(tmp_path / "second", url, 4)
-    assert restored(tmp_path / "first", url) == 4  # newer than its own
-    assert restored(tmp_path / "third", url, Wanted(step=2)) == 2  # and the later ones are set aside
-    assert list(store.sizes()) == [2]
+    assert list(store.sizes()) == saved_steps(tmp_path / "first") == [9, 10]
+    assert not store.read(lock.FILE) and not store.read("checkpoints/8/facts.json")
+    assert restored(tmp_path / "second", url) == 10
+    assert saved_steps(tmp_path / "second") == [10]
+    save_all(tmp_path / "second", url, 11)
+    assert restored(tmp_path / "first", url) == 11  # newer than its own
+    assert restored(tmp_path / "third", url, Wanted(step=9)) == 9  # and the later ones are set aside
+    assert list(store.sizes()) == [9]
     aside = {path.split("/checkpoints/set_aside/")[1].split("/")[0] for path in system.find(f"{url[5:]}/checkpoints/set_aside")}
-    assert aside == {"3-1", "4-1"}
+    assert aside == {"10-1", "11-1"}
 
 
 def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, three, tmp_path, caplog):
