@@ -522,12 +522,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--only", default="", help="the fault of this name, or those whose names contain it")
     parser.add_argument("--list", action="store_true", help="print the names of the faults, and nothing else")
     parser.add_argument("--out", type=pathlib.Path, help="folder that keeps what the processes printed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    chosen = [name for name in FAULTS if args.only in name]
+    chosen = [name for name in FAULTS if name == args.only] or [name for name in FAULTS if args.only in name]
     chosen = [name for name in chosen if args.processes > 1 or not any(word in name for word in NEED_SEVERAL)]
     if args.list:
         print("\n".join(chosen))
