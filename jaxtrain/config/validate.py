@@ -347,6 +347,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(f"runtime.coordinator_address={address}: {reason}")
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
+    if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
+        found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
     if config.checkpoint.keep_every_steps and not config.checkpoint.save_every_steps:
         found.append("checkpoint.keep_every_steps: nothing is saved with checkpoint.save_every_steps=0")
     every, keep = config.checkpoint.save_every_steps, config.checkpoint.keep_every_steps

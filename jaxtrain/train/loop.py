@@ -153,8 +153,8 @@ class _Session:
                 for step in range(self.start + 1, num_steps + 1):
                     if not stop.proceed():
                         break
-                    batch = next(batches)
-                    batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
+                    rows = next(batches)
+                    batch = self.program.put_batch(with_sources(rows) if len(self.corpus.train) > 1 else rows)
                     rate = np.float32(learning_rate(config, steps_done=step - 1))
                     state, metrics = self.step_compiled(state, batch, rate)
                     if pending:
@@ -169,8 +169,11 @@ class _Session:
                         self.throughput.pause()
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
+                    measured = self.last_eval if evaluate_now else {}
+                    if last and save_now and not measured and not stop.stopped():
+                        measured = self._loss_of(state, rows)
                     if save_now and not stop.stopped():
-                        self.keeper.save(step, state, self.last_eval if evaluate_now else {})
+                        self.keeper.save(step, state, measured)
                 if stop.stopped():
                     if pending:
                         self._finish(*pending, bar)
@@ -246,6 +249,12 @@ class _Session:
         if self.last_eval:
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
+
+    def _loss_of(self, state: TrainState, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Loss of the last weights on the last batch: without held-out text nothing else says that they are fine."""
+        own = {key: array for key, array in rows.items() if key != "sources"}
+        parts = ({key: array[number] for key, array in own.items()} for number in range(len(rows["tokens"])))
+        return evaluate(self.program, self.eval_step, state.params, stop.while_proceeding(parts))
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         return flops.mfu(tokens_per_s, self.flops_per_token, jax.device_count(), self.peak_flops)

@@ -34,7 +34,8 @@ class Keeper:
             self._checkpointer.rotate(step)
 
     def save(self, step: int, state: TrainState, evaluation: dict[str, float]) -> None:
-        """Saves, or postpones it until a step is fine again. `evaluation`: of this state, as far as there is one."""
+        """Saves, or postpones it until a step is fine again. `evaluation`: of this state, as far as there is one; of the last
+        state of a run there must be, since no step follows to say whether it is fine."""
         if not self._first_bad and not np.isfinite(evaluation.get("eval_loss", 0.0)):
             self._first_bad = step + 1  # the gradient will say so too
         if self._first_bad and not self._postponed:
