@@ -230,8 +230,32 @@ def test_an_error_while_libraries_are_silenced_is_shown():
 # Real training.
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs(tmp_path_factory):
+    """Runs of this file take their compiled programs from one folder."""
+    fault_table.Run.cache = tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM to one, training", "kill -9 of process 0"])
 def test_training(name, tmp_path):
+    fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGUSR1 to one, training",
+        "Ctrl-C, training",
+        "SIGTERM, and the save hangs",
+        "SIGTERM to all, with loader processes",
+        "one process cannot save",
+        "a second run in the workdir",
+        "warm compile cache",
+        "one process 40 s late, warm cache",
+    ],
+)
+def test_training_longer(name, tmp_path):
     fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
 
 
