@@ -403,7 +403,7 @@ def hangs(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
     lines = [ended_by(run, index, "runtime.grace_s") for index in range(count)]
     assert run.codes == [1] * count, run.codes
     goes_on(run, folder, count)
-    return within(seconds, 10), lines[0]
+    return within(seconds, 5 + 10), lines[0]
 
 
 def warm_cache(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
