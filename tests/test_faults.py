@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
+
+from jaxtrain.runtime import control
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -214,6 +217,33 @@ def test_a_signal_before_all_are_there_ends_those_that_are():
     codes, printed = processes(code, count=3, start=(0, 1), before=body)
     assert codes == [0, 0], printed
     assert all("SIGTERM to process 1" in text and "nothing to save" in text for text in printed)
+
+
+def test_process_0_listens_at_its_address_alone():
+    # Local addresses of sockets that listen (0A) at the port.
+    lines = 'map(str.split, [*open("/proc/net/tcp"), *open("/proc/net/tcp6")])'
+    found = f'[line[1] for line in {lines} if line[3] == "0A" and port in line[1]]'
+    look = f'port = ":%04X" % int(sys.argv[3].split(":")[1]); threading.Timer(1, lambda: print({found})).start()'
+    codes, printed = processes("pass", count=2, start=(0,), before=look)
+    address = "0100007F:"  # 127.0.0.1, and nothing else
+    assert codes == [1] and printed[0].count(address) == 1 and printed[0].startswith(f"['{address}"), printed
+
+
+def test_addresses_to_listen_at(monkeypatch):
+    names = {"10.1.2.3": ["10.1.2.3"], "node1": ["127.0.1.1"], "localhost": ["127.0.0.1"], "node2": ["10.0.0.2"]}
+    monkeypatch.setattr(control.socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (a, 0)) for a in names[host]])
+    probe = mock.MagicMock()
+    probe.__enter__.return_value.getsockname.return_value = ("10.0.0.1", 5)
+    monkeypatch.setattr(control.socket, "socket", lambda *_: probe)
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    assert [control.bind_addresses(host) for host in ("10.1.2.3", "localhost", "node2")] == [
+        ["10.1.2.3"],
+        ["127.0.0.1"],
+        ["10.0.0.2"],
+    ]
+    assert control.bind_addresses("node1") == ["127.0.1.1", "10.0.0.1"]  # Debian's own name: also where others know it
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.1.2.3:80")
+    assert control.bind_addresses("node1") == ["10.1.2.3"]
 
 
 def test_an_error_while_libraries_are_silenced_is_shown():
