@@ -90,6 +90,11 @@ def folder(flag: str, text: str | os.PathLike) -> pathlib.Path:
     path = pathlib.Path(text)
     if not text.strip() or "\0" in text:
         problem = "contains a NUL character" if text.strip() else "is empty"
+    elif "://" in text:
+        problem = (
+            "is no folder. Checkpoints go to object storage with --config.checkpoint.copy_to=URL, and come from there with "
+            "python -m jaxtrain.checkpoint fetch URL"
+        )
     else:
         try:
             path = path.expanduser()

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
         action.add_argument("--workdir", required=True, help="folder of a run")
     into.add_argument("--narrow", action="store_true", help="float64 tensors may become float32")
     out.add_argument("--step", type=int, default=None, help="checkpoint to export; default: the newest whole one")
+    out.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     dtypes = ("float32", "bfloat16", "float16")
     out.add_argument(
         "--dtype",
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     if args.action == "import":
         conversion.import_folder(pathlib.Path(args.hf), pathlib.Path(args.workdir), overrides, args.narrow)
     else:
-        conversion.export_run(pathlib.Path(args.workdir), pathlib.Path(args.hf), overrides, args.step, args.dtype, max_bytes)
+        folders = pathlib.Path(args.workdir), pathlib.Path(args.hf)
+        conversion.export_run(*folders, overrides, args.step, args.dtype, max_bytes, args.ema)
 
 
 def parse_bytes(text: str) -> int:

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     which.add_argument("--workdir", default="", help="folder of a run")
     which.add_argument("--hf", default="", help="Hugging Face folder")
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--json", default="", help="also write the figures to this file")
     args, rest = parser.parse_known_args(arguments)
     overrides, problems = split_overrides(rest)
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
         problems.append("data.eval_paths: name the held-out text, as --config.data.eval_paths=FOLDER")
     if problems:
         raise ConfigError(problems)
-    found = evaluate(args.workdir or args.hf, overrides, args.step)
+    found = evaluate(args.workdir or args.hf, overrides, args.step, args.ema)
     if args.json:
         try:
             pathlib.Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
@@ -45,7 +46,9 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"--json={args.json}: cannot be written: {error.strerror}") from error
 
 
-def evaluate(folder: str, overrides: Sequence[tuple[str, str]], step: int | None = None) -> dict[str, dict[str, float]]:
+def evaluate(
+    folder: str, overrides: Sequence[tuple[str, str]], step: int | None = None, ema: bool = False
+) -> dict[str, dict[str, float]]:
     """Figures of each held-out set by name: what `evaluation.evaluate` gives, and tokens_per_s. The log shows them too."""
     import logging
 
@@ -63,13 +66,13 @@ def evaluate(folder: str, overrides: Sequence[tuple[str, str]], step: int | None
     base |= {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "optimizer.decay_steps": 0}  # of a longer run
     if not {"data.paths", "data.sources"} & set(texts) and "data.eval_paths" in texts:
         base["data.paths"] = texts["data.eval_paths"]  # nothing is trained: no other text is read
-    model = weights.open_model(folder, base, overrides, step, text=True)
+    model = weights.open_model(folder, base, overrides, step, text=True, ema=ema)
     setup_logging(jax.process_index())
     program, config = model.program, model.program.config
     corpus = load_corpus(config)
     if not corpus.eval:
         raise UserError("there is no held-out text: set data.eval_paths, or data.holdout_fraction above 0")
-    log.info("%s%s", folder, f", step {model.step}" if model.is_run else "")
+    log.info("%s%s%s", folder, f", step {model.step}" if model.is_run else "", ", moving average" if ema else "")
     found = {}
     for name, packed in corpus.eval.items():
         started = time.monotonic()

@@ -28,6 +28,7 @@ def generate(
     *,
     seed: int = 0,
     step: int | None = None,
+    ema: bool = False,
     overrides: Sequence[tuple[str, Any]] = (),
     stop: Sequence[str] = (),
     **sampling: Any,
@@ -39,6 +40,7 @@ def generate(
       prompts: each a text, or a conversation as a list of {"role": ..., "content": ...}, put through the chat template.
       num_samples: continuations of each prompt; they follow each other.
       step: which checkpoint of a run; None: the newest whole one.
+      ema: the moving average of its weights.
       overrides: settings by dotted name; mesh.tensor is the number of devices.
       stop: text at whose first occurrence a continuation ends, which is left out.
       sampling: fields of `jaxtrain.train.sampling.Sampling`.
@@ -70,7 +72,7 @@ def generate(
     if longest + how.max_tokens > limit:
         wanted = f"{longest} of the prompt + {how.max_tokens}"
         raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
-    model = weights.open_model(path, base, overrides, step, text=True)
+    model = weights.open_model(path, base, overrides, step, text=True, ema=ema)
     ends = {tokenizer.eos_id, *weights.end_ids(path)}
 
     def text_of(row: np.ndarray) -> tuple[str, bool]:
@@ -150,6 +152,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--num-samples", type=int, default=1, help="continuations to draw of each prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the model over (default 1)")
     parser.add_argument("--tokenizer", default="", help="as data.tokenizer; needed where the run's is a file")
     parser.add_argument("--output", default="", help="write prompts and continuations to this file, as JSON lines")
@@ -171,7 +174,7 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     overrides = [("mesh.tensor", args.tensor), *([("data.tokenizer", args.tokenizer)] if args.tokenizer else []), *overrides]
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "stop")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "step", "ema", "stop")
     texts = generate(args.workdir, prompts, args.num_samples, overrides=overrides, **{n: getattr(args, n) for n in names})
     prompts = [prompt for prompt in prompts for _ in range(args.num_samples)]
     if output:

@@ -27,7 +27,7 @@ LONGEST = (
     "plan_report",
     "parity",
     "gpu_pipeline",
-    "products",
+    "matmul_precision",
 )
 
 

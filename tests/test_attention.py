@@ -8,11 +8,12 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.model import rope
-from jaxtrain.model.attention import blockwise, dispatch, reference
+from jaxtrain.model.attention import backend as backends
+from jaxtrain.model.attention import blockwise, reference
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.parallel import mesh as meshes
-from jaxtrain.parallel.collectives import all_gather, index
+from jaxtrain.parallel.collectives import all_gather, axis_index
 from jaxtrain.parallel.head_layout import head_layout
 from jaxtrain.parallel.sharding import make_layout, per_device
 
@@ -59,7 +60,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8)
 
     def device(q, k, v, segments, window):
         length = q.shape[1]
-        queries = Positions(layout.context.places(index(layout, "sequence"), jnp.arange(length), length), segments)
+        queries = Positions(layout.context.row_positions(axis_index(layout, "sequence"), jnp.arange(length), length), segments)
         keys = Positions(jnp.arange(T), natural(all_gather(layout, segments, "sequence", 1), layout))
         k, v = whole_row(k, layout), whole_row(v, layout)
         return (blockwise.attend(q, k, v, Mask(queries, keys, window), settings),)
@@ -247,15 +248,15 @@ def test_a_backend_that_cannot_serve_is_refused_by_name():
     config = default_config()
     config.runtime.attention = "cudnn"
     with pytest.raises(ConfigError, match="cudnn cannot honour the cpu platform"):
-        dispatch.choose(config, "cpu")
-    assert dispatch.choose(config, "gpu") == "cudnn"
+        backends.choose(config, "cpu")
+    assert backends.choose(config, "gpu") == "cudnn"
     config.model.attention_sinks = True
     with pytest.raises(ConfigError, match="cudnn cannot honour model.attention_sinks=True"):
-        dispatch.choose(config, "gpu")
+        backends.choose(config, "gpu")
     config.model.update(attention_sinks=False, attention_softcap=50.0)
     with pytest.raises(ConfigError, match="attention_softcap=50.0"):
-        dispatch.choose(config, "gpu")
+        backends.choose(config, "gpu")
     config.runtime.attention = "auto"
-    assert dispatch.choose(config, "gpu") == "blockwise"
+    assert backends.choose(config, "gpu") == "blockwise"
     config.model.dropout_attention = 0.1
-    assert dispatch.choose(config, "gpu") == "reference"
+    assert backends.choose(config, "gpu") == "reference"

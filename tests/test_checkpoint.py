@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import resource
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.checkpoint import arrays as checkpoint_arrays
 from jaxtrain.checkpoint import files as checkpoint_files
 from jaxtrain.checkpoint.manager import Checkpointer, Wanted, restore_params, saved_steps
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
 
 FACTS = {"corpus": "abc123", "global_batch_rows": 32, "seq_len_tokens": 256}
@@ -87,8 +89,8 @@ def assert_identical(left, right):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def save_all(workdir, *steps, keep_last=9, **kwargs):
-    with Checkpointer(workdir, 1, keep_last, **kwargs) as checkpointer:
+def save_all(workdir, *steps, **keep):
+    with Checkpointer(workdir, 1, Keep(**{"last": 9} | keep)) as checkpointer:
         for step in steps:
             assert checkpointer.save(step, make_state(step), FACTS)
 
@@ -187,14 +189,71 @@ def test_saving_goes_on_in_the_background(tmp_path, monkeypatch):
 def test_should_save():
     assert [step for step in range(8) if Checkpointer("unused", 0).should_save(step, last=True)] == []
     checkpointer = object.__new__(Checkpointer)
-    checkpointer._save_every_steps = 3
+    checkpointer._save_every_steps, checkpointer._save_every_s, checkpointer._saves = 3, 0, True
     assert [step for step in range(8) if checkpointer.should_save(step, last=step == 7)] == [3, 6, 7]
     assert not pathlib.Path("unused").exists()
 
 
 def test_keeps_the_last_and_every_nth(tmp_path):
-    save_all(tmp_path, *range(1, 8), keep_last=2, keep_every_steps=4)
+    save_all(tmp_path, *range(1, 8), last=2, every_steps=4)
     assert saved_steps(tmp_path) == [4, 6, 7]
+
+
+def test_the_best_stay_and_are_known_after_a_restart(tmp_path):
+    keep, losses = Keep(last=1, best=2), {1: 5.0, 2: 3.0, 3: 4.0, 4: 6.0}
+    with Checkpointer(tmp_path, 1, keep) as checkpointer:
+        for step, loss in losses.items():
+            checkpointer.save(step, make_state(step), FACTS, {"eval_loss": loss, "eval_targets": math.nan})
+    assert saved_steps(tmp_path) == [2, 3, 4]
+    with Checkpointer(tmp_path, 1, keep) as checkpointer:
+        assert not checkpointer.improves({"eval_loss": 4.5}) and checkpointer.improves({"eval_loss": 3.5})
+        checkpointer.save(5, make_state(5), FACTS)
+        checkpointer.save(6, make_state(6), FACTS, {"eval_loss": 1.0})
+    assert saved_steps(tmp_path) == [2, 6]
+
+
+def test_saves_by_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    checkpointer, found = Checkpointer(tmp_path, 100, save_every_minutes=2), []
+    for step, at in ((1, 100.0), (2, 119.0), (3, 121.0), (4, 200.0), (5, 240.0), (6, 242.0)):
+        now[0] = at
+        if checkpointer.should_save(step):
+            found.append(step)
+            checkpointer._last_save = at
+    assert found == [3, 6] and checkpointer.should_save(100) and checkpointer.should_save(7, last=True)
+
+
+def test_weights_alone_are_smaller_and_no_run_goes_on_from_them(tmp_path):
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        checkpointer.save(1, make_state(1), FACTS)
+    with Checkpointer(tmp_path, 1, weights_only=True) as checkpointer:
+        checkpointer.save(2, make_state(2), FACTS)
+    root = tmp_path / "checkpoints"
+    sizes = [sum(path.stat().st_size for path in (root / str(step)).rglob("d/*")) for step in (1, 2)]
+    assert not (root / "2" / "training").exists() and 2.5 * sizes[1] < sizes[0]
+    params, _, step = restore_params(tmp_path, abstract(make_state().params))
+    assert step == 2
+    assert_identical(params, make_state(2).params)
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        for call in (checkpointer.look, checkpointer.restore_newest):
+            with pytest.raises(UserError, match=r"2 holds the weights alone .*init_from=.*/2.* checkpoint.restore_step=1$"):
+                call(abstract(make_state()), same(FACTS))
+        assert checkpointer.restore_newest(abstract(make_state()), Wanted(step=1))[2] == 1
+    assert saved_steps(tmp_path) == [1]  # set aside, not damaged
+    assert [path.name for path in (root / "set_aside").iterdir()] == ["2-1"]
+
+
+def test_fields_that_may_begin_anew_are_not_read(run_of_three):
+    other = abstract(make_state(optimizer=optax.sgd(0.1, momentum=0.9)))
+    seen = []
+    wanted = Wanted(same(FACTS).problems, anew=lambda facts, misfits: seen.append(misfits) or {"opt_state"})
+    with Checkpointer(run_of_three, 1) as checkpointer:
+        assert checkpointer.look(other, wanted)[0] == 3
+        state, _, _ = checkpointer.restore_newest(other, wanted)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.opt_state))
+    assert_identical((state.step, state.params), (make_state(3).step, make_state(3).params))
+    assert all(name.startswith("opt_state/") for name in seen[0])
 
 
 def test_saving_a_step_again_leaves_it_as_it_is(run_of_three):
@@ -272,7 +331,7 @@ def test_odd_folders_are_passed_over_and_in_nobodys_way(run_of_three, caplog):
     (root / "6").symlink_to(root / "6")
     (root / "99999999999999999999").mkdir()
     (root / "3").rename(root / "8")
-    with Checkpointer(run_of_three, 1, keep_last=9) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=9)) as checkpointer:
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), same(FACTS))
         assert step == 2
         assert_identical(restored, make_state(2))
@@ -296,7 +355,7 @@ def test_renamed_step_alone_is_an_error_that_says_so(run_of_three):
 
 
 def test_good_checkpoints_stay_until_the_newest_is_known_to_be_good(tmp_path):
-    with pytest.raises(KeyError), Checkpointer(tmp_path, 1, keep_last=1) as checkpointer:
+    with pytest.raises(KeyError), Checkpointer(tmp_path, 1, Keep(last=1)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, make_state(step), FACTS)
             checkpointer.wait()
@@ -315,7 +374,7 @@ def test_deleting_takes_a_link_and_not_what_it_points_to(run_of_three, tmp_path)
     (root / "1").rename(tmp_path / "elsewhere")
     (root / "1").symlink_to(tmp_path / "elsewhere")
     (root / "deleting-0").mkdir()  # of a run that was killed
-    with Checkpointer(run_of_three, 1, keep_last=2) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=2)) as checkpointer:
         checkpointer.save(4, make_state(4), FACTS)
     assert sorted(path.name for path in root.iterdir()) == ["3", "4"]
     assert checkpoint_files.read_facts(tmp_path / "elsewhere")["step"] == 1
@@ -326,7 +385,7 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
     root = run_of_three / "checkpoints"
     (run_of_three / "metrics.jsonl").write_text("rows")
     again = Wanted(step=1, continues=lambda facts: facts == FACTS | {"again": 1})
-    with Checkpointer(run_of_three, 1, keep_last=9) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=9)) as checkpointer:
         assert checkpointer.look(abstract(make_state()), again) == (1, FACTS)
         assert saved_steps(run_of_three) == [1, 2, 3]
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), again)
@@ -382,7 +441,8 @@ def test_interrupted_save_is_passed_over(run_of_three, caplog):
         assert step == 2
         assert [str(root / "3.orbax-checkpoint-tmp") in record.getMessage() for record in caplog.records] == [True]
         checkpointer.save(4, make_state(4), FACTS)
-    assert sorted(path.name for path in root.iterdir()) == ["2", "4"]
+    assert sorted(path.name for path in root.iterdir()) == ["2", "4", "damaged"]
+    assert (root / "damaged" / "3.orbax-checkpoint-tmp-1" / "params").is_dir()
 
 
 def test_damage_never_costs_a_good_checkpoint(run_of_three):
@@ -390,12 +450,12 @@ def test_damage_never_costs_a_good_checkpoint(run_of_three):
     root = run_of_three / "checkpoints"
     for step, damage in ((2, "half of a data file cut"), (4, "garbage in the parameters")):
         DAMAGES[damage](root / str(step))
-    with Checkpointer(run_of_three, 1, keep_last=3) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=3)) as checkpointer:
         assert checkpointer.restore_newest(abstract(make_state()), same(FACTS))[2] == 3
         checkpointer.save(4, make_state(4), FACTS)
     assert saved_steps(run_of_three) == [1, 3, 4]
     DAMAGES["one flipped bit"](root / "4")
-    with Checkpointer(run_of_three, 1, keep_last=2) as checkpointer:
+    with Checkpointer(run_of_three, 1, Keep(last=2)) as checkpointer:
         assert checkpointer.restore_newest(abstract(make_state()), same(FACTS))[2] == 3
         checkpointer.save(5, make_state(5), FACTS)
     assert saved_steps(run_of_three) == [3, 5]
@@ -508,7 +568,7 @@ def test_failure_to_read_arrays_is_not_damage(run_of_three, monkeypatch):
 
 @pytest.mark.parametrize("surfaces_at", ["wait", "next save", "close"])
 def test_failed_write_surfaces_and_costs_no_checkpoint(tmp_path, surfaces_at):
-    checkpointer = Checkpointer(tmp_path, 1, keep_last=1)
+    checkpointer = Checkpointer(tmp_path, 1, Keep(last=1))
     checkpointer.save(1, make_state(1), FACTS)
     checkpointer.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -14,7 +15,9 @@ from tiny import host
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as tool
+from jaxtrain.checkpoint import tools
 from jaxtrain.checkpoint.manager import Checkpointer, restore_params
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.command_line import command
 from jaxtrain.errors import UserError
 
@@ -25,7 +28,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     program = program_of(GOLDEN / "llama", model__vocab_pad_multiple=16)
     params = load(program, GOLDEN / "llama")
-    with Checkpointer(folder, 5, keep_last=3) as checkpointer:
+    with Checkpointer(folder, 5, Keep(last=3)) as checkpointer:
         for step, factor in ((5, 1), (10, 2), (20, 6)):
             state = {"params": jax.tree.map(lambda leaf, by=factor: leaf * by, params)}
             checkpointer.save(step, state | ({"step": jax.numpy.int32(20)} if step == 20 else {}), {"layer_order": [0, 1]})
@@ -92,6 +95,20 @@ def test_average_is_a_run_with_the_mean(made, tmp_path, capsys):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 1.5 * b, rtol=1e-6), host(two), host(made[2]))
 
 
+def test_average_holds_one_model_and_an_array(made, tmp_path, monkeypatch):
+    read, alive, most = tools.arrays.read, [], []
+
+    def noted(folder, leaves):
+        found = read(folder, leaves)
+        alive.extend(map(weakref.ref, found.values()))
+        most.append(sum(each() is not None for each in alive))
+        return found
+
+    monkeypatch.setattr(tools.arrays, "read", noted)
+    tools.average(tools.find(made[0]), tmp_path / "mean")
+    assert len(most) == 3 * len(jax.tree.leaves(made[2])) and max(most) <= 2  # the last one while the next is read
+
+
 @pytest.mark.parametrize(
     "more, message",
     [(["--steps=5"], "takes at least 2"), (["--steps=5,6"], "no checkpoint of step 6"), (["--steps=a"], "is no list of steps")],
@@ -104,8 +121,6 @@ def test_average_refusals(made, tmp_path, more, message):
 
 def test_layers_are_put_in_order(made, tmp_path, capsys):
     shutil.copytree(made[0], tmp_path / "copy")
-    from jaxtrain.checkpoint import tools
-
     [saved] = tools.find(tmp_path / "copy", [5])
     swapped = dict(tools.dataclasses.replace(saved, facts={"layer_order": [1, 0]}).read())
     plain = dict(saved.read())

@@ -9,7 +9,7 @@ import pytest
 from tiny import config
 
 from jaxtrain.parallel import mesh as meshes
-from jaxtrain.parallel.collective_matmul import gather_product, product_scatter
+from jaxtrain.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, D, F = 2, 16, 6, 24
@@ -51,7 +51,7 @@ def test_gather_product(ways, whole):
     layout = layout_of(ways)
 
     def device(x, up, gate):
-        (a, b), gathered = gather_product(layout, x, lambda x: [x @ up[0], jnp.tanh(x @ gate[0])], whole)
+        (a, b), gathered = all_gather_matmul(layout, x, lambda x: [x @ up[0], jnp.tanh(x @ gate[0])], whole)
         assert (gathered is None) == (not whole)
         return a, b, (x if gathered is None else gathered)[None]
 
@@ -75,7 +75,7 @@ def test_product_scatter(ways, with_beside):
 
     def device(a, b, down, other, beside):
         given = beside if with_beside else None
-        total, gathered = product_scatter(layout, lambda a, b: a @ down + b @ other, [a, b], given)
+        total, gathered = matmul_reduce_scatter(layout, lambda a, b: a @ down + b @ other, [a, b], given)
         assert (gathered is None) == (not with_beside)
         return total, (beside if gathered is None else gathered)[None]
 
@@ -91,7 +91,9 @@ def test_product_scatter(ways, with_beside):
 def test_one_permute_stands_beside_each_product():
     """Without dependence on it: in the order of the program, a permute's result is used by the next step's product only."""
     layout = layout_of(4)
-    run = compiled(4, lambda x, w: tuple(gather_product(layout, x, lambda x: [x @ w[0]])[0]), [POSITIONS, FEATURES], [FEATURES])
+    run = compiled(
+        4, lambda x, w: tuple(all_gather_matmul(layout, x, lambda x: [x @ w[0]])[0]), [POSITIONS, FEATURES], [FEATURES]
+    )
     text = run.lower(integers(B, T, D), integers(1, D, F)).as_text()
     order = re.findall(r"stablehlo\.(collective_permute|dot_general|optimization_barrier)", text)
     assert order == ["dot_general", "collective_permute", "optimization_barrier"] * 3 + ["dot_general"]

@@ -8,16 +8,20 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
-from hf import GOLDEN
+from hf import GOLDEN, load, program_of
 from test_hf_reading import copy, tensors_of
 from test_hf_writing import same_files
 
 from jaxtrain import config as configs
 from jaxtrain import convert
+from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.command_line import command
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.train.ema import Ema
 
 ROOT = pathlib.Path(__file__).parents[1]
 ON_EIGHT = ("--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.mesh.data=2")
@@ -41,6 +45,23 @@ def test_import_then_export_is_the_same_to_the_byte(tmp_path):
     files = exported(run, tmp_path / "small", "--max-file-size=9kb", "--dtype=float16")
     assert len(list(files.glob("*.safetensors"))) > 3
     assert {dtype for dtype, _ in tensors_of(files).values()} == {"F16"}
+
+
+def test_the_moving_average_is_exported(tmp_path):
+    """Here it is twice the weights, of all but the embedding, which has none because it was frozen."""
+    folder = imported(tmp_path, "qwen3", "--config.mesh.fsdp=1")
+    program = program_of(GOLDEN / "qwen3", {"fsdp": 4})
+    params = load(program, GOLDEN / "qwen3")
+    trained = {key: leaf for key, leaf in params.items() if key != "embedder"}
+    with Checkpointer(folder, 1) as checkpointer:
+        ema = Ema(jax.numpy.int32(3), jax.tree.map(lambda leaf: 2 * leaf, trained))
+        checkpointer.save(5, {"params": params, "ema": ema}, {})
+    plain = tensors_of(exported(folder, tmp_path / "plain"))
+    for name, (_, tensor) in tensors_of(exported(folder, tmp_path / "ema", "--ema", "--step=5")).items():
+        factor = 1 if name == "model.embed_tokens.weight" else 2
+        np.testing.assert_array_equal(tensor, factor * plain[name][1], err_msg=name)
+    with pytest.raises(UserError, match=r"checkpoints/0: has no moving average of the weights"):
+        exported(folder, tmp_path / "none", "--ema", "--step=0")
 
 
 def test_refusals(tmp_path, capsys):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_data_shards import make_config, write_folder
 
-from jaxtrain.data import corpus, files, loader
+from jaxtrain.data import corpus, loader, remote
 from jaxtrain.errors import UserError
 
 pytest.importorskip("s3fs")
@@ -99,7 +99,7 @@ def test_a_bounded_cache_makes_room(bucket, tmp_path, caplog):
 def test_a_cut_loses_nothing(bucket, tmp_path, seconds, path):
     store, folder = bucket
     expected = batches(folder / ("shards" if "shards" in path else "0.jsonl"))
-    files.filesystem(path)[0].invalidate_cache()
+    remote.filesystem(path)[0].invalidate_cache()
     start, thread = time.monotonic(), store.cut(seconds)
     try:
         assert batches(path, cache_dir=str(tmp_path / "cache")) == expected
@@ -116,11 +116,11 @@ def test_waits_are_bounded_and_what_is_missing_is_named(bucket, monkeypatch, tmp
     ):
         with pytest.raises(UserError, match=what.replace("/*", r"/\*")):
             corpus.load_corpus(make_config(path))
-    monkeypatch.setattr(files, "RETRIES", 1)
-    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote, "RETRIES", 1)
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
 
     def fails():
         raise ConnectionError("gone")
 
     with pytest.raises(UserError, match=r"cannot read s3://a/b: ConnectionError: gone; tried 2 times"):
-        files.retried(fails, "s3://a/b")
+        remote.retried(fails, "s3://a/b")

@@ -15,7 +15,7 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config import data as sources
-from jaxtrain.data import corpus, folders, packing, shards, tokenization
+from jaxtrain.data import corpus, folders, loader, packing, row_plan, shards, tokenization
 from jaxtrain.errors import UserError
 
 ROOT = str(pathlib.Path(__file__).parents[1])
@@ -245,7 +245,7 @@ print(packed.num_tokens, packed.num_documents, len(packed.store.shards), opened,
 
 def test_a_corpus_of_a_trillion_tokens_starts_at_once(tmp_path):
     """10^12 tokens, 10^9 documents, 20,000 shards: all links to one sparse file."""
-    shard = shards.Shard("00000.tokens", "<u4", 50_000_000, 50_000, False, 0)
+    shard = shards.Shard("00000.tokens", "<u4", 50_000_000, 50_000, False, 0, block=shards.BLOCK)
     crcs = sparse_shard(tmp_path / shard.file, shard)
     made = []
     for number in range(20_000):
@@ -286,11 +286,13 @@ def sparse_shard(path, shard):
     return f"{zlib.crc32(data):08x}"
 
 
-def test_large_corpora_hold_every_token_once_an_epoch(tmp_path, monkeypatch):
-    """Above `TABLE_SIZE` rows are found through the Feistel network, and the stream begins elsewhere in each epoch."""
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_large_corpora_hold_every_token_once_an_epoch(tmp_path, monkeypatch, window):
+    """Above `TABLE_SIZE` documents are shuffled by windows, rows by the Feistel network, and each epoch begins elsewhere."""
     monkeypatch.setattr(packing.permutation, "TABLE_SIZE", 4)
+    monkeypatch.setattr(packing, "WINDOW", window)
     rng = np.random.default_rng(0)
-    documents = [[*rng.integers(0, 256, size).tolist(), 257] for size in (3, 30, 1, 7, 12, 50, 9)]
+    documents = [[*rng.integers(0, 256, size).tolist(), 257] for size in (3, 30, 1, 7, 12, 50, 9, 2, 2, 2, 40)]
     write_folder(tmp_path, documents)
     packed = corpus.load_corpus(make_config(tmp_path)).train["data"]
     assert not packed.shuffles_documents
@@ -309,7 +311,69 @@ def test_large_corpora_hold_every_token_once_an_epoch(tmp_path, monkeypatch):
         pairs = zip(batch["tokens"][real].tolist(), batch["targets"][real].tolist(), strict=True)
         assert all(there in following[here] for here, there in pairs)
         assert np.sum(batch["targets"][real] == -1) == len(documents)
+        for row in (0, count - 1):  # by itself, too
+            np.testing.assert_array_equal(packed.rows(np.array([epoch * count + row]))["tokens"][0], batch["tokens"][row])
     assert orders[0] != orders[1] != orders[2]
+
+
+def test_neighbours_of_large_corpora_are_shuffled(tmp_path, monkeypatch):
+    """Rows hold documents of a whole window, others in each epoch: not a run of documents as they lie."""
+    monkeypatch.setattr(packing.permutation, "TABLE_SIZE", 4)
+    monkeypatch.setattr(packing, "WINDOW", 64)
+    write_folder(tmp_path, [[i, i, i, 257] for i in range(250)], per_shard=50)  # windows cross shards
+    packed = corpus.load_corpus(make_config(tmp_path)).train["data"]
+    count, firsts = packed.rows_per_epoch, []
+    for epoch in range(2):
+        tokens = packed.rows(epoch * count + np.arange(count))["tokens"]
+        assert np.median(np.ptp(tokens[:, ::4], axis=1)) > 20 and np.mean(np.diff(tokens[:, ::4]) == 1) < 0.1
+        firsts.append(sorted(tokens.tolist()))
+    assert firsts[0] != firsts[1]
+
+
+@pytest.mark.parametrize("way", ["concat", "best_fit", "pad"])
+def test_a_late_step_is_found_as_fast_as_the_first(tmp_path, way):
+    """With 200,000 documents, also where all that a new process does is counted."""
+    documents = np.full(200_000, 13)
+    documents[::7] = 40
+    ids = np.arange(documents.sum(), dtype=np.uint16) % 251
+    writer = shards.Writer(tmp_path / "00000.tokens", np.dtype(np.uint16), False)
+    writer.fill(ids, np.cumsum(documents), None)
+    facts = {"name": "byte", "fingerprint": "byte", "vocab_size": 258, "bos_id": 256, "eos_id": 257, "add_bos": False}
+    folders.write_index(tmp_path, facts, [writer.close({})], {})
+    seconds = {}
+    for step in (0, 1_000_000, 0, 1_000_000):
+        start = time.monotonic()
+        found = corpus.load_corpus(make_config(tmp_path, packing=way))
+        loader._Steps(found.mixture, list(found.train.values()), np.arange(4), 4)[step]
+        seconds.setdefault(step, []).append(time.monotonic() - start)
+    assert min(seconds[1_000_000]) < 1.5 * min(seconds[0]) + 0.1, seconds
+
+
+def test_plans_of_too_many_documents_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_plan, "MAX_PIECES", 10)
+    for sizes, count in (([1] * 11, 11), ([200], 13)):  # documents, and pieces of them
+        write_folder(tmp_path, [[1] * size + [257] for size in sizes], per_shard=20)
+        for way in ("best_fit", "pad"):
+            with pytest.raises(UserError, match=rf"data\.packing={way} .* at most 10; this source has {count}: set"):
+                corpus.load_corpus(make_config(tmp_path, packing=way))
+        assert corpus.load_corpus(make_config(tmp_path))
+
+
+def test_best_fit_takes_the_fullest_row_that_has_room():
+    """Against the plain rule, piece by piece."""
+    rng = np.random.default_rng(0)
+    for length in (1, 2, 7, 50):
+        sizes = rng.integers(1, length + 1, 300).astype(np.int32)
+        room, rows = [], np.empty(300, int)
+        for piece in np.argsort(-sizes, kind="stable"):
+            fits = [r for r in range(len(room)) if room[r] >= sizes[piece]]
+            rows[piece] = min(fits, key=lambda r: room[r]) if fits else len(room)
+            if not fits:
+                room.append(length)
+            room[rows[piece]] -= sizes[piece]
+        found = row_plan._best_fit(sizes, length)
+        left = length - np.bincount(found, sizes)
+        assert sorted(left) == sorted(room), "which of several equal rows is taken is free"
 
 
 def test_feistel_is_a_permutation_that_depends_on_its_key():
@@ -321,7 +385,6 @@ def test_feistel_is_a_permutation_that_depends_on_its_key():
             assert (found[0] != found[1]).any() and (found[1] != found[2]).any()
     spread = packing.permutation.feistel(np.arange(100_000), 10**9, 1)
     assert 0.49 < spread.mean() / 10**9 < 0.51 and abs(np.corrcoef(spread[:-1], spread[1:])[0, 1]) < 0.02
-
 
 
 @pytest.mark.parametrize("rows", [1, 5])

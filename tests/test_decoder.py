@@ -7,7 +7,7 @@ import pytest
 from tiny import VOCAB, batch, config, host, program
 
 from jaxtrain.model.layer_spec import layer_specs, ropes
-from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel.parameters import ShardedParameter
 from jaxtrain.train.sampling import Sampling, pick, sample
 
 
@@ -18,7 +18,7 @@ def test_causal_and_within_documents_by_gradient():
     zeros, tokens = jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.asarray(x[0]), batch(p.config))
 
     def hidden(table, t):
-        decoder = p.merge(jax.tree.map(Stored, params, dict(zeros, embedder={"table": table})))
+        decoder = p.merge(jax.tree.map(ShardedParameter, params, dict(zeros, embedder={"table": table})))
         return decoder.hidden(tokens["tokens"], tokens["segment_ids"], tokens["positions"]).x[0, t].sum()
 
     segments, ids = np.asarray(tokens["segment_ids"][0]), np.asarray(tokens["tokens"][0])

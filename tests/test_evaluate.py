@@ -13,6 +13,7 @@ from hf import GOLDEN, load, program_of
 from jaxtrain import evaluate
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.model.batch import Batch
 
 TEXTS = (
     "A first document, of one row. " * 2,
@@ -44,7 +45,7 @@ def test_the_loss_is_that_of_the_logits_on_every_mesh(texts, tmp_path, caplog):
             part = ids[start : start + 64]
             row[0, : len(part)] = part
             inside = (np.arange(64) < len(part))[None].astype(np.int32)
-            batch = dict(tokens=row, targets=row, segment_ids=inside, positions=np.arange(64, dtype=np.int32)[None] * inside)
+            batch = Batch(tokens=row, targets=row, segment_ids=inside, positions=np.arange(64, dtype=np.int32)[None] * inside)
             logits = jax.nn.log_softmax(np.asarray(program.logits(params, batch))[0])
             targets = (
                 part[1:] + ids[start + 64 : start + 65]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
+from jaxtrain.model.batch import Batch
 from jaxtrain.parallel import mesh as mesh_lib
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import build_program
@@ -111,9 +112,9 @@ def test_logits_loss_and_gradients_equal_transformers(name):
     program = build(name, 1, tokens.size + PADDING)
     params = like(program.abstract_state.params, padded(name, "weights/"))
     apart = one_document_per_row(tokens)
-    logits = np.asarray(program.logits(params, apart))
+    logits = np.asarray(program.logits(params, Batch(**apart)))
     np.testing.assert_allclose(logits, golden(name)["logits"], rtol=0, atol=TOLERANCE)
-    metrics, gradients = program.loss_and_grads(params, in_one_row(apart), 0)
+    metrics, gradients = program.loss_and_grads(params, Batch(**in_one_row(apart)), 0)
     np.testing.assert_allclose(metrics["loss"], golden(name)["loss"], rtol=0, atol=TOLERANCE)
     check_gradients(name, flat(gradients))
 
@@ -134,7 +135,7 @@ def test_thirty_steps_equal_a_plain_torch_adamw_loop(accumulation_steps):
     for step in range(steps):
         batch = one_document_per_row(curve["tokens"][step], curve["lengths"][step])
         batch = {key: value.reshape(accumulation_steps, -1, length) for key, value in batch.items()}
-        state, metrics = program.train_step(state, batch, rates[step])
+        state, metrics = program.train_step(state, Batch(**batch), rates[step])
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     np.testing.assert_allclose(losses, curve["losses"], rtol=0, atol=TOLERANCE)

@@ -14,13 +14,14 @@ from tiny import host
 from jaxtrain.checkpoint.hf import reading, tensor_files
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.model.batch import Batch
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_at_64_positions_equal_transformers(name):
     program = program_of(GOLDEN / name)
     params = load(program, GOLDEN / name)
-    logits = program.logits(params, batch_of(expected(name)["tokens"]))
+    logits = program.logits(params, Batch(**batch_of(expected(name)["tokens"])))
     np.testing.assert_allclose(logits, expected(name)["logits"], rtol=0, atol=1e-4)
 
 

@@ -10,7 +10,7 @@ from jaxtrain.model.loss import LossSettings, cross_entropy
 from jaxtrain.model.vocabulary import LOOKUP, TIED, _embed
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.collectives import psum
-from jaxtrain.parallel.parameters import Place, Stored, Weight, fetch
+from jaxtrain.parallel.parameters import ComputeParameter, ParameterSpec, ShardedParameter, all_gather_parameter
 from jaxtrain.parallel.sharding import TOKEN_AXES, make_layout, per_device
 
 V, PADDED, D, B, T = 16, 24, 4, 4, 16
@@ -29,15 +29,15 @@ def layout_of(mesh, stage=3):
 
 def loss_and_gradients(layout, settings, x, head, targets):
     """Sums over all devices, d 2 objective / dx and / dhead, through the per-device loss."""
-    place = Place(layout, HEAD, jnp.dtype("float32"), matrix=True)
+    spec = ParameterSpec(layout, HEAD, jnp.dtype("float32"), matrix=True)
 
     def device(x, head, targets):
-        def objective(x, slot):
-            sums = cross_entropy(x, fetch(Stored(head, slot), place), targets, layout, settings)
+        def objective(x, buffer):
+            sums = cross_entropy(x, all_gather_parameter(ShardedParameter(head, buffer), spec), targets, layout, settings)
             return 2.0 * sums.objective, sums  # the factor shows that the incoming gradient is used
 
-        slot = jnp.zeros(layout.local_shape(HEAD, "optimizer", (D, PADDED)), jnp.float32)
-        (dx, dhead), sums = jax.grad(objective, (0, 1), has_aux=True)(x, slot)
+        buffer = jnp.zeros(layout.local_shape(HEAD, "optimizer", (D, PADDED)), jnp.float32)
+        (dx, dhead), sums = jax.grad(objective, (0, 1), has_aux=True)(x, buffer)
         return psum(layout, sums, *TOKEN_AXES), dx, dhead
 
     run = per_device(layout, device, [POSITIONS, ("storage", HEAD), ROWS], [None, POSITIONS, ("optimizer", HEAD)])
@@ -114,14 +114,14 @@ def test_embedding_gradient_is_summed_in_float32():
 
 def embed_and_gradient(layout, dims, table, tokens, weigh, dtype):
     """Sum of weighted embeddings over all devices, and its gradient by the table."""
-    place = Place(layout, dims, jnp.dtype(dtype), matrix=True)
+    spec = ParameterSpec(layout, dims, jnp.dtype(dtype), matrix=True)
 
     def device(table, tokens, weigh):
-        def value(slot):
-            return jnp.sum(weigh * _embed(Stored(table, slot), tokens, place).astype(jnp.float32))
+        def value(buffer):
+            return jnp.sum(weigh * _embed(ShardedParameter(table, buffer), tokens, spec).astype(jnp.float32))
 
-        slot = jnp.zeros(layout.local_shape(dims, "optimizer", table_shape), jnp.float32)
-        value, grad = jax.value_and_grad(value)(slot)
+        buffer = jnp.zeros(layout.local_shape(dims, "optimizer", table_shape), jnp.float32)
+        value, grad = jax.value_and_grad(value)(buffer)
         return psum(layout, value, *TOKEN_AXES), grad
 
     table_shape = table.shape
@@ -143,12 +143,12 @@ def test_logits_of_the_whole_batch_are_never_built(mesh):
 
     def temporaries(chunk):
         def device(x, head, targets):
-            settings, slot = LossSettings(vocab, chunk), jnp.zeros(head.shape, jnp.float32)
+            settings, buffer = LossSettings(vocab, chunk), jnp.zeros(head.shape, jnp.float32)
 
-            def objective(x, slot):
-                return cross_entropy(x, Weight(head, slot), targets, layout, settings).objective
+            def objective(x, buffer):
+                return cross_entropy(x, ComputeParameter(head, buffer), targets, layout, settings).objective
 
-            return jax.grad(objective, (0, 1))(x, slot)
+            return jax.grad(objective, (0, 1))(x, buffer)
 
         run = per_device(layout, device, [POSITIONS, ("storage", HEAD), ROWS], [POSITIONS, ("storage", HEAD)])
         shapes = ((1, tokens, width), jnp.bfloat16), ((width, vocab), jnp.bfloat16), ((1, tokens), jnp.int32)

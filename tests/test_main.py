@@ -33,6 +33,7 @@ from jaxtrain.checkpoint.files import read_facts
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer, saved_steps
 from jaxtrain.command_line import command
+from jaxtrain.evaluate import evaluate
 from jaxtrain.main import main
 from jaxtrain.observe import progress
 from jaxtrain.observe.metrics import read_rows
@@ -148,12 +149,12 @@ def train(place, workdir, *overrides, **replaced):
     return Run(code, error.getvalue(), pathlib.Path(workdir), states[0] if states else None, compilations.names)
 
 
-def interrupt_at(stop):
-    """In place of loop.learning_rate: Ctrl-C before step `stop` + 1 is launched."""
+def interrupt_at(stop, error=KeyboardInterrupt):
+    """In place of loop.learning_rate: Ctrl-C, or an error, before step `stop` + 1 is launched."""
 
     def rate(config, steps_done):
         if steps_done == stop:
-            raise KeyboardInterrupt
+            raise error
         return learning_rate(config, steps_done)
 
     return rate
@@ -483,7 +484,8 @@ def test_workdir_of_another_run(place, tmp_path, straight):
         ("model.logit_softcap=30", "model.logit_softcap: 0.0 in the checkpoint, 30.0 in this run"),
         ("model.vocab_size=300", "model.vocab_size: 258 in the checkpoint, 300 in this run"),
         ("precision.compute_dtype=bfloat16", "precision.compute_dtype: 'float32' in the checkpoint, 'bfloat16' in this run"),
-        ("optimizer.name=sgd", "optimizer.name: 'adamw' in the checkpoint, 'sgd' in this run\n  so "),
+        ("model.num_layers=4", "model.num_layers: 2 in the checkpoint, 4 in this run"),
+        ("model.num_layers=1", "model.num_layers: 2 in the checkpoint, 1 in this run"),
         ("model.mlp_dim=64", "model.mlp_dim: 32 in the checkpoint, 64 in this run"),
         ("model.mlp_dim=64", "params/blocks/mlp/down/kernel: float32[2,16,32] in the checkpoint, float32[2,16,64] in this run"),
         (f"data.paths={tmp_path}/corpus", "data_fingerprint: '"),
@@ -495,10 +497,63 @@ def test_workdir_of_another_run(place, tmp_path, straight):
         assert run.code == 1 and not compile_step.called, override
         assert f"error: the checkpoint {workdir}/checkpoints/20 does not fit this run:" in run.log
         assert named in run.log and "choose another --workdir" in run.log and "Traceback" not in run.log
-        misfit = override.startswith(("model.mlp_dim", "optimizer"))
+        misfit = override.startswith(("model.mlp_dim", "model.num_layers"))
         assert misfit or "set checkpoint.on_config_change=continue" in run.log
-        assert "opt_state" not in run.log or override.startswith("model.mlp_dim")
+        assert "opt_state" not in run.log or misfit
         assert files(workdir) == before, override
+
+
+def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tmp_path, straight):
+    losses = []
+    for name, (change, *more) in enumerate((["optimizer.name=adamw"], ["optimizer.name=sgd"])):
+        workdir = shutil.copytree(straight.workdir, tmp_path / str(name))
+        run = train(place, workdir, "train.num_steps=22", change, *more)
+        assert run.code == 0, run.log
+        losses.append(dict(run.steps("loss")))
+        told = "WARNING Of step 20 the weights are kept, the optimizer's state begins anew" in run.log
+        assert told == (name == 1) == ("Changed since step 20: optimizer.name: adamw -> sgd" in run.log)
+    assert losses[0][21] == losses[1][21] and losses[0][22] != losses[1][22]
+    assert saved_steps(workdir) == [20, 22]
+
+
+def test_moving_average_and_best_over_an_error(place, tmp_path):
+    """Step 7 fails: step 6 is saved, and with it goes on bit by bit. Both are evaluated, the best average stays."""
+    settings = ("train.ema_decay=0.8", "train.num_steps=12", "eval.every_steps=2", "checkpoint.save_every_steps=8")
+    best = "checkpoint.keep_best=1", "checkpoint.best_metric=ema_eval_loss", "checkpoint.best_mode=max"
+    best += ("checkpoint.keep_last=1",)
+    whole = train(place, tmp_path / "whole", *settings, "checkpoint.best_metric=ema_eval_loss")
+    assert whole.code == 0 and saved_steps(whole.workdir) == [8, 12], whole.log
+    evaluated = {row["step"]: row for row in whole.rows if "eval_loss" in row}
+    assert sorted(evaluated) == [2, 4, 6, 8, 10, 12] and evaluated[2]["ema_eval_loss"] != evaluated[2]["eval_loss"]
+    assert whole.summary["final_ema_eval_loss"] == evaluated[12]["ema_eval_loss"]
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        train(place, tmp_path / "run", *settings, *best, learning_rate=interrupt_at(6, RuntimeError("the disk is gone")))
+    assert max(evaluated, key=lambda step: evaluated[step]["ema_eval_loss"]) == 2  # the worst, to tell it from the last
+    assert saved_steps(tmp_path / "run") == [2, 6]
+    resumed = train(place, tmp_path / "run", *settings, *best)
+    assert resumed.code == 0, resumed.log
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    assert saved_steps(resumed.workdir) == [2, 12]
+    found = evaluate(str(whole.workdir), [("data.paths", str(place / "corpus")), ("eval.max_rows", "16")], None, ema=True)
+    assert found["eval"]["eval_loss"] == pytest.approx(evaluated[12]["ema_eval_loss"], rel=1e-5)
+    for metric, words in (("eval_loss_x", "known: eval_loss, eval_perplexity"), ("loss", "no figure loss is evaluated")):
+        run = train(place, tmp_path / "bad", *settings, "checkpoint.keep_best=1", f"checkpoint.best_metric={metric}")
+        assert run.code == 2 and words in run.log
+
+
+def test_an_average_that_begins_later_and_weights_alone(place, tmp_path, straight):
+    workdir = shutil.copytree(straight.workdir, tmp_path / "run")
+    settings = "train.ema_decay=0.8", "train.num_steps=21"
+    run = train(place, workdir, *settings, "checkpoint.weights_only=True")
+    assert run.code == 0 and "Of step 20 the weights are kept, their moving average begins anew" in run.log, run.log
+    jax.tree.map(np.testing.assert_array_equal, run.state.ema.weights, run.state.params)
+    folder = workdir / "checkpoints" / "21"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["ema", "params"]
+    refused = train(place, workdir, *settings, _compile_step=mock.Mock(side_effect=no_compilation))
+    assert refused.code == 1 and f"{folder} holds the weights alone (checkpoint.weights_only" in refused.log
+    assert f"checkpoint.init_from={folder}" in refused.log and "checkpoint.restore_step=20" in refused.log
+    begun = train(place, tmp_path / "new", f"checkpoint.init_from={folder}", "train.num_steps=1", "optimizer.warmup_steps=0")
+    assert begun.code == 0 and "Weights come from the checkpoint of step 21" in begun.log, begun.log
 
 
 def test_changes_are_listed_and_kept(place, tmp_path, straight):
@@ -612,6 +667,7 @@ def test_weights_of_another_run(place, tmp_path, straight):
         (f"checkpoint.init_from={straight.workdir}/checkpoints/7", "no checkpoint of step 7 in "),
         (f"checkpoint.init_from={tmp_path}/none", f"no checkpoint in {tmp_path}/none/checkpoints"),
         ("model.mlp_dim=64", "float32[2,16,32] in the checkpoint, float32[2,16,64] in this run"),
+        ("model.num_layers=3", "model.num_layers: 2 there, 3 in this run"),
     ):
         compile_step = mock.Mock(side_effect=no_compilation)
         run = train(place, tmp_path / "bad", source, *short, override, _compile_step=compile_step)

@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 from tiny import assert_close, batch, config, host, program
 
+from jaxtrain.model.execution import Execution
 from jaxtrain.model.moe import balance
 from jaxtrain.model.moe import dispatch as exchange
 from jaxtrain.model.moe.layer import Moe
 from jaxtrain.model.moe.router import Router, capacity, choose
-from jaxtrain.model.products import plain
 from jaxtrain.parallel import mesh
-from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.parameters import ComputeParameter
 from jaxtrain.parallel.sharding import make_layout
 
 EXPERTS = dict(model__num_experts=8, model__experts_per_token=2, model__expert_mlp_dim=20)
@@ -49,7 +49,7 @@ def layout():
 
 def layer(c):
     """The layer's graph and its weights, as a nested dict of float32 arrays, biases moved off 0."""
-    graph, weights = nnx.split(Moe(nnx.Rngs(0), c.model, layout(), 0.1, plain, (1.0, 1)))
+    graph, weights = nnx.split(Moe(nnx.Rngs(0), c.model, Execution(layout()), 0.1))
     weights = nnx.to_pure_dict(weights)
     if c.model.router_bias:
         weights["router"]["bias"] = jax.random.normal(jax.random.key(1), weights["router"]["bias"].shape) * 0.3
@@ -58,20 +58,20 @@ def layer(c):
 
 def run(graph, weights, x, segments):
     def one(value):
-        return Weight(value, jnp.zeros(value.shape, jnp.float32))
+        return ComputeParameter(value, jnp.zeros(value.shape, jnp.float32))
 
     return nnx.merge(graph, jax.tree.map(one, weights))(x, segments, jnp.arange(x.shape[1]))
 
 
 def gradients_of(graph, weights, x, segments, objective):
-    """(value, gradients of x and weights): those of slots, as everywhere."""
+    """(value, gradients of x and weights): those of gradient buffers, as everywhere."""
 
-    def of_slots(x, slots):
-        tree = jax.tree.map(Weight, weights, slots)
+    def of_buffers(x, buffers):
+        tree = jax.tree.map(ComputeParameter, weights, buffers)
         return objective(*nnx.merge(graph, tree)(x, segments, jnp.arange(x.shape[1])))
 
-    slots = jax.tree.map(jnp.zeros_like, weights)
-    return jax.value_and_grad(of_slots, (0, 1))(x, slots)
+    buffers = jax.tree.map(jnp.zeros_like, weights)
+    return jax.value_and_grad(of_buffers, (0, 1))(x, buffers)
 
 
 def chosen_experts(weights, token, model):
@@ -166,7 +166,7 @@ def test_router_is_float32_in_bfloat16_compute():
     graph, weights = nnx.split(Router(nnx.Rngs(0), c.model, layout()))
     kernel = jnp.tile(jnp.asarray([4.0, 4.0, 4.001, 4.0]) / c.model.embed_dim, (c.model.embed_dim, 1))
     x = jnp.ones((1, 3, c.model.embed_dim), jnp.bfloat16)
-    router = nnx.merge(graph, {"kernel": Weight(kernel)})
+    router = nnx.merge(graph, {"kernel": ComputeParameter(kernel)})
     routes, _ = router(x, jnp.ones((1, 3), jnp.int32), jnp.arange(3), 3)
     np.testing.assert_array_equal(routes.experts, np.full((1, 3, 1), 2))
     assert routes.weights.dtype == jnp.float32
@@ -178,7 +178,7 @@ def test_capacity():
     assert [capacity(c.model, n) for n in (8, 9, 1)] == [2, 3, 1]
     graph, _ = nnx.split(Router(nnx.Rngs(0), c.model, layout()))
     kernel = jnp.zeros((c.model.embed_dim, 4)).at[0, 3].set(1.0)
-    router = nnx.merge(graph, {"kernel": Weight(kernel)})
+    router = nnx.merge(graph, {"kernel": ComputeParameter(kernel)})
     segments = jnp.asarray([[0, 1, 1, 1, 2, 2, 2, 0], [1] * 8])
     routes, sums = router(jnp.ones((2, 8, c.model.embed_dim)), segments, jnp.arange(8), 8)
     np.testing.assert_array_equal(routes.experts[..., 0] == 3, [[0, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]])

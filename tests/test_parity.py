@@ -13,10 +13,10 @@ from jaxtrain import config as configs
 from jaxtrain.command_line import command
 from jaxtrain.config import default_config
 from jaxtrain.config.validate import problems
-from jaxtrain.model import products
+from jaxtrain.model import matmul_precision
 from jaxtrain.parallel import sharding
 from jaxtrain.parallel.head_layout import head_layout
-from jaxtrain.parallel.parameters import Place
+from jaxtrain.parallel.parameters import ParameterSpec
 from jaxtrain.parity import check as parity
 from jaxtrain.parity import shrink as miniature
 from jaxtrain.parity.__main__ import main
@@ -198,31 +198,35 @@ def test_a_dropped_reduction(monkeypatch, path, capsys):
 
 def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
     """Those of norm scales, and of no matrix."""
-    monkeypatch.setattr(Place, "finish", lambda self, gradient: gradient)
+    monkeypatch.setattr(ParameterSpec, "reduce_vector_gradient", lambda self, gradient: gradient)
     assert run(monkeypatch, path, False) == 1
     assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.endswith("scale")}
 
 
 def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, capsys):
     """The first block's, which no next block follows: attention's alone."""
-    from jaxtrain.parallel.layer_loop import Stack
+    from jaxtrain.parallel.layer_stack import LayerStack
 
-    plain = Stack.sums
+    plain = LayerStack.accumulate
 
-    def forgetful(self, gradients, sums, stored, number):
-        if isinstance(number, int) and number == 0:  # after the loop
-            return {key: jax.tree.map(lambda s: s[0], sums[key]) for key in gradients}
-        return plain(self, gradients, sums, stored, number)
+    def forgetful(self, gradients, accumulated, parameters, index):
+        if isinstance(index, int) and index == 0:  # after the loop
+            return {key: jax.tree.map(lambda a: a[0], accumulated[key]) for key in gradients}
+        return plain(self, gradients, accumulated, parameters, index)
 
-    monkeypatch.setattr(Stack, "sums", forgetful)
+    monkeypatch.setattr(LayerStack, "accumulate", forgetful)
     assert run(monkeypatch, path, False) == 1
     assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.startswith("blocks.attention")}
 
 
 def test_a_doubled_gradient(monkeypatch, path, capsys):
-    give = Place.give
+    reduce = ParameterSpec.reduce_gradient
     twice = ("embed", "vocab")
-    monkeypatch.setattr(Place, "give", lambda self, g, *a, **k: give(self, 2 * g if self.dims == twice else g, *a, **k))
+
+    def doubled(self, g, *args, **kwargs):
+        return reduce(self, 2 * g if self.dims == twice else g, *args, **kwargs)
+
+    monkeypatch.setattr(ParameterSpec, "reduce_gradient", doubled)
     assert run(monkeypatch, path, False) == 1
     assert verdict(capsys) == ["head.kernel"]
 
@@ -234,13 +238,13 @@ def test_a_wrong_axis_in_one_rule(monkeypatch, path, capsys):
 
 
 def test_key_value_heads_mixed_up(monkeypatch, path, capsys):
-    own = Place._own_heads
+    own = ParameterSpec._own_heads
 
     def next_head(self, name):
         start, count = own(self, name)
         return start + (name == "kv_heads"), count
 
-    monkeypatch.setattr(Place, "_own_heads", next_head)
+    monkeypatch.setattr(ParameterSpec, "_own_heads", next_head)
     assert run(monkeypatch, path, False) == 1
     assert {"loss", "blocks.attention.key.kernel", "blocks.attention.value.kernel"} <= set(verdict(capsys))
 
@@ -264,7 +268,7 @@ def test_fp8_is_compared_in_fp8(monkeypatch, path):
         scale = jnp.max(jnp.abs(x)).astype(jnp.float32) / 2.0**bits + 1e-30
         return (x / scale).astype(dtype), jnp.full([1 if i in axes else n for i, n in enumerate(x.shape)], scale)
 
-    monkeypatch.setattr(products, "_quantized", of_the_device)
+    monkeypatch.setattr(matmul_precision, "_quantized", of_the_device)
     assert {"loss", "blocks.mlp.down.kernel", "blocks.attention.key.kernel"} <= set(differing())
 
 

@@ -9,7 +9,8 @@ import pytest
 from layouts import flat
 from tiny import assert_close, batch, config, host, program
 
-from jaxtrain.parallel import layer_loop as stack
+from jaxtrain.parallel import layer_loop
+from jaxtrain.pipeline import executor
 from jaxtrain.pipeline import schedule as pipeline_schedule
 
 BASE = dict(
@@ -147,9 +148,9 @@ def test_stages_run_what_their_table_says_and_nothing_else(schedule, stages, mic
         return run
 
     virtual = 2 if schedule == "interleaved" else 1
-    monkeypatch.setattr(stack, "forward", counted(stack.forward, "forward"))
-    for name in ("backward", "backward_of_inputs", "backward_of_weights"):
-        monkeypatch.setattr(stack, name, counted(getattr(stack, name), name))
+    monkeypatch.setattr(layer_loop, "forward", counted(layer_loop.forward, "forward"))
+    for module, name in ((layer_loop, "backward"), (executor, "backward_of_inputs"), (executor, "backward_of_weights")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), name))
     c = config(**settings(schedule, stages, microbatches, "untied", {}))
     p = program(c)
     params, tokens = p.init(0).params, p.put_batch(batch(c))

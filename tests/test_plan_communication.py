@@ -47,15 +47,16 @@ def test_nothing_is_flagged_that_the_program_means():
 
 @needs_plugin
 def test_float32_gathers_are_flagged(monkeypatch):
-    def late_cast(self, stored):
-        value = stored.value
+    def late_cast(self, parameter):
+        value = parameter.value
         for dim, name in enumerate(self.dims):
             if "fsdp" in self.layout.axes(name, "storage"):
                 value = all_gather(self.layout, value, "fsdp", dim)
         value = jax.lax.optimization_barrier(value).astype(self.dtype)
-        return weights.Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
+        frozen = parameter.gradient_buffer is None
+        return weights.ComputeParameter(value, None if frozen else jnp.zeros(value.shape, jnp.float32))
 
-    monkeypatch.setattr(weights.Place, "fetch", late_cast)
+    monkeypatch.setattr(weights.ParameterSpec, "all_gather", late_cast)
     found = small()
     flags = [flag for flag in found.communication.flags if flag.name == "float32 gather of weights"]
     assert any("mlp" in flag.text for flag in flags)
@@ -66,9 +67,9 @@ def test_float32_gathers_are_flagged(monkeypatch):
 def test_a_gathered_embedding_is_flagged(monkeypatch):
     """The table gathered before the lookup, instead of the rows after it."""
 
-    def gathered(stored, tokens, place):
-        rows, owned = vocabulary._own_rows(stored.value.shape[0], tokens, place.layout)
-        return jnp.where(owned[..., None], place.fetch(stored).value[rows], 0)
+    def gathered(parameter, tokens, spec):
+        rows, owned = vocabulary._own_rows(parameter.value.shape[0], tokens, spec.layout)
+        return jnp.where(owned[..., None], spec.all_gather(parameter).value[rows], 0)
 
     assert "full gather of the embedding" not in names(small())
     monkeypatch.setattr(vocabulary, "_embed", gathered)

@@ -14,7 +14,7 @@ from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.merge import merge
 from jaxtrain.parallel import mesh as meshes
-from jaxtrain.parallel.collectives import all_gather, index, psum
+from jaxtrain.parallel.collectives import all_gather, axis_index, psum
 from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, K, G, H = 2, 64, 2, 3, 8
@@ -101,7 +101,7 @@ def compiled(layout, settings, with_sinks, causal=True, backend="blockwise"):
             sinks = sinks if with_sinks else None
             if layout.context.method == "ring":
                 return ring.attend(q, k, v, row, window, ring.Ring(layout, backend, settings, causal), sinks)
-            own = Positions(layout.context.places(index(layout, "sequence"), jnp.arange(length), length), segments)
+            own = Positions(layout.context.row_positions(axis_index(layout, "sequence"), jnp.arange(length), length), segments)
             keys = Positions(jnp.arange(T), natural(row, layout))
             return blockwise.attend(q, whole_row(k, layout), whole_row(v, layout), Mask(own, keys, window), settings, sinks)
 

@@ -1,9 +1,16 @@
 """Which states are saved: none while steps are being skipped, and what is advised then."""
 
+import importlib.util
+import math
+import pathlib
+
 import pytest
 
+from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
 from jaxtrain.train.saving import Keeper
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Checkpoints:
@@ -15,7 +22,7 @@ class Checkpoints:
     def should_save(self, step, last):
         return last or step % 5 == 0
 
-    def save(self, step, state, facts):
+    def save(self, step, state, facts, figures):
         self.saved.append(step)
 
     def rotate(self, good_step):
@@ -23,6 +30,11 @@ class Checkpoints:
 
     def wait(self):
         pass
+
+    def busy(self):
+        return bool(self.saved) and self.saved[-1] in self.slow
+
+    slow = ()
 
     def newest_before(self, step):
         return max((saved for saved in self.saved if saved < step), default=0)
@@ -52,6 +64,21 @@ def test_a_save_that_is_due_waits_until_a_step_is_fine():
     assert checkpoints.rotated == [1, 2, 3, 7, 8, 9, 10]
 
 
+def test_a_save_that_is_due_waits_until_the_one_before_is_written():
+    checkpoints, keeper = Checkpoints(), None
+    keeper = Keeper(checkpoints, Held(), {})
+    checkpoints.slow = [5]
+    for step in range(1, 13):
+        keeper.finished(step, 0)
+        checkpoints.slow = [] if step == 11 else [5]
+        if keeper.due(step, False):
+            keeper.save(step, None, {}, at_once=False)
+    assert checkpoints.saved == [5, 11]
+    checkpoints.slow = [11]
+    keeper.save(12, None, {})
+    assert checkpoints.saved == [5, 11, 12]
+
+
 def test_weights_without_a_finite_held_out_loss_are_not_saved():
     checkpoints = Checkpoints()
     keeper_after(checkpoints, [0] * 5 + [1, 2], {5: {"eval_loss": float("nan")}})
@@ -66,6 +93,36 @@ def test_a_run_that_ends_while_skipping_says_so():
     assert checkpoints.saved == [5]
 
 
+KEPT = {
+    "the last": (Keep(last=2), {40, 50}),
+    "every 20": (Keep(last=1, every_steps=20), {20, 40, 50}),
+    "every 10 minutes": (Keep(last=1, every_minutes=10), {10, 30, 50}),  # saved at 0, 9, 11, 12, 22 minutes
+    "the best": (Keep(last=1, best=1), {20, 50}),
+    "the best two": (Keep(last=1, best=2), {20, 40, 50}),
+    "the largest": (Keep(last=1, best=1, mode="max"), {10, 50}),
+    "another figure": (Keep(last=1, best=1, metric="ema_eval_loss"), {30, 50}),
+    "more than there are": (Keep(last=1, best=9), {10, 20, 40, 50}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_stays(name):
+    """Of steps with losses 3, 1, none, 2, none; only 30 has another figure. Those without a figure are never the best."""
+    keep, wanted = KEPT[name]
+    losses = {10: 3.0, 20: 1.0, 40: 2.0, 50: math.nan}
+    figures = {step: {"eval_loss": losses[step]} if step in losses else {"ema_eval_loss": 5.0} for step in range(10, 60, 10)}
+    times = {step: 60.0 * minute for step, minute in zip(figures, (0, 9, 11, 12, 22), strict=True)}
+    assert keep.kept({step: keep.loss(of_step) for step, of_step in figures.items()}, times) == wanted
+
+
+def test_what_is_better():
+    keep = Keep(best=2)
+    assert keep.improves({"eval_loss": 2.0}, [3.0, 1.0]) and not keep.improves({"eval_loss": 3.0}, [3.0, 1.0])
+    assert keep.improves({"eval_loss": 9.0}, [3.0]) and not keep.improves({"eval_loss": math.nan}, [])
+    assert not keep.improves({}, []) and not Keep(best=0).improves({"eval_loss": 1.0}, [])
+    assert Keep(best=1, mode="max").improves({"eval_loss": 4.0}, [-3.0])
+
+
 @pytest.mark.parametrize("first_bad, advised", [(12, "restore_step=10"), (11, "restore_step=5"), (6, "another --workdir")])
 def test_the_step_advised_was_followed_by_a_finite_gradient(first_bad, advised):
     checkpoints = Checkpoints(5, 10)
@@ -75,3 +132,13 @@ def test_the_step_advised_was_followed_by_a_finite_gradient(first_bad, advised):
     if first_bad == 6:
         checkpoints.saved = [5]
     assert advised in keeper.advice()
+
+
+def test_the_script_that_measures_a_save(tmp_path):
+    """docs/checkpoints.md has its figures: a save returns long before everything is written."""
+    spec = importlib.util.spec_from_file_location("measure_save", ROOT / "scripts" / "measure_save.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found = script.measure(tmp_path, gb=0.02, saves=1)
+    assert set(found) == {"copy alone", "save holds up", "written after"} and {len(each) for each in found.values()} == {1}
+    assert found["save holds up"][0] < found["written after"][0]

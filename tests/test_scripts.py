@@ -108,7 +108,7 @@ def test_the_test_extra_joins_and_stays(scripts):
     assert (code, installs(calls), programs(calls)) == (
         0,
         ["[test]"],
-            ["ruff check .", "mypy", "pytest -n auto --dist loadfile --no-loadscope-reorder -k mesh"],
+        ["ruff check .", "mypy", "pytest -n auto --dist loadfile --no-loadscope-reorder -k mesh"],
     )
     assert installs(scripts("scripts/train.sh")[2]) == []
     assert installs(scripts("scripts/train.sh", JAXTRAIN_ACCELERATOR="cuda12")[2]) == ["[cuda12,test]"]

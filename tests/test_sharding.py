@@ -11,7 +11,7 @@ from jaxtrain.model.layers import _read
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.parallel.collectives import psum
-from jaxtrain.parallel.parameters import Place, Stored, fetch
+from jaxtrain.parallel.parameters import ParameterSpec, ShardedParameter, all_gather_parameter
 from jaxtrain.parallel.sharding import ACTIVATION_RULES, WEIGHT_RULES, ZERO_STAGES, make_layout, per_device
 
 
@@ -61,14 +61,14 @@ def test_gradient_taken_per_device(mesh, dim, matrix, stage):
     w is a mean of four weights here, so that it can be stored in parts; each has a fourth of the gradient.
     """
     layout = layout_of(**mesh, sharding__zero_stage=stage)
-    place = Place(layout, (dim,), jnp.dtype("float32"), matrix)
+    spec = ParameterSpec(layout, (dim,), jnp.dtype("float32"), matrix)
 
     def device(w, x):
-        def loss(slot):
-            return jnp.sum((_read(fetch(Stored(w, slot), place)).mean() * x) ** 2)
+        def loss(buffer):
+            return jnp.sum((_read(all_gather_parameter(ShardedParameter(w, buffer), spec)).mean() * x) ** 2)
 
         value, grad = jax.value_and_grad(loss)(jnp.zeros(layout.local_shape((dim,), "optimizer", (4,))))
-        return psum(layout, value, "data", "fsdp"), place.finish(grad)
+        return psum(layout, value, "data", "fsdp"), spec.reduce_vector_gradient(grad)
 
     run = per_device(layout, device, [("storage", (dim,)), ("activation", ("batch",))], [None, ("optimizer", (dim,))])
     value, grad = jax.jit(run)(jnp.full(4, 3.0), jnp.arange(8.0))

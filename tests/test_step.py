@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import assert_close, batch, config, host, program
 
+from jaxtrain.model.batch import Batch
 from jaxtrain.model.loss import LossSums
 from jaxtrain.train.step import make_gradients, mean
 
@@ -23,19 +24,20 @@ def gradients_of(objective, defers, keeps):
     """Of `objective(w, batch) -> (value, targets)`, summed over microbatches; the loss checks what it is given."""
     lasts = []
 
-    def loss(w, slot, earlier, last, ready, batch, step, microbatch):
-        lasts.append(last)
-        assert ready is None or (keeps and ready == {"w": True})
-        value, targets = objective(w["w"] + slot["w"], batch["tokens"])
-        if earlier is not None:
-            value = value + earlier["w"] * slot["w"]  # 0, but its gradient by the slot is what came before
-        return sums(value.astype(jnp.float32), targets), w if keeps else None
+    def loss(parameters, batch, facts, microbatch):
+        w = parameters["w"]
+        lasts.append(w.is_last_microbatch)
+        assert keeps or not w.is_gathered
+        value, targets = objective(w.value + w.gradient_buffer, batch.tokens)
+        if w.accumulated is not None:
+            value = value + w.accumulated * w.gradient_buffer  # 0, but its gradient by the buffer is what came before
+        return sums(value.astype(jnp.float32), targets), {"w": w.value} if keeps else None
 
     run = make_gradients(loss, lambda last: {"w": jnp.float32(0.0)}, sums(jnp.float32(0.0), 0), defers, keeps)
 
     def traced(tokens):
         lasts.clear()
-        total, grad = jax.jit(run)({"w": jnp.float32(1.0)}, {"tokens": tokens}, jnp.int32(0))
+        total, grad = jax.jit(run)({"w": jnp.float32(1.0)}, Batch(tokens, tokens, tokens, tokens), jnp.int32(0))
         # What waits for the last microbatch is sent in that one alone.
         assert (False in lasts) == (defers and len(tokens) > 1) and lasts[-1]
         return total, grad["w"]

@@ -31,12 +31,12 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
 MAY_NAME_PARTITION_SPEC = {"jaxtrain.parallel.sharding", "jaxtrain.parallel.mesh"}
 MAX_LINES = 400
-ALLOWED = {"jaxtrain.parallel.layer_loop": 470}  # to be split
 # Lines of code (no blanks, comments, docstrings) that a room may have: as measured on 2026-11-30, so that growth is a choice.
 # The aim is 9,500 for all but OTHERS and 2,500 for the plan. What stands above it are features: of the plan (it had 3,560)
 # ledger, traffic, time, search, advice, comparison, page, plan by formula; of the rest the channel between processes, locks,
-# changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory.
-BUDGETS = {"jaxtrain": 12_950, "jaxtrain.plan": 3_200}
+# changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory;
+# moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage.
+BUDGETS = {"jaxtrain": 13_700, "jaxtrain.plan": 3_200}
 OTHERS = ("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize")  # data, foreign weights
 
 
@@ -190,7 +190,7 @@ def test_public_names_have_docstrings():
 
 def test_files_are_short():
     counts = {name: source.count("\n") for name, source in sources().items()}
-    long = {name: count for name, count in counts.items() if count > ALLOWED.get(name, MAX_LINES)}
+    long = {name: count for name, count in counts.items() if count > MAX_LINES}
     assert not long, f"over {MAX_LINES} lines: split them"
 
 

@@ -1,7 +1,7 @@
 """Orbax behind four functions: open a writer, start a save, read arrays back, and tell why a write failed.
 
-A state is stored as nested dicts of arrays by field and key names, whatever classes it is made of, in two items:
-parameters, and the rest of the state. Which step to take, and whether it is whole, is decided elsewhere.
+A state is stored as nested dicts of arrays by field and key names, whatever classes it is made of, in three items:
+parameters, their moving average, and the rest of the state. Which step to take, and whether it is whole, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def start_save(writer: Any, folder: pathlib.Path, leaves: dict[str, jax.Array]) 
     writer.save(folder, args=ocp.args.Composite(**trees))
 
 
-def read(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -> dict[str, jax.Array]:
+def read(folder: pathlib.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     """Arrays by leaf name, each on its leaf's sharding and memory kind."""
     import orbax.checkpoint as ocp
 
     _quiet_orbax()
     restored = {}
-    for item in items:
+    for item in files.items_of(leaves):
         part = _part(leaves, item)
         tree = nested({name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in part.items()})
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -67,7 +67,8 @@ def read(folder: pathlib.Path, leaves: dict[str, Any], items: tuple[str, ...]) -
                     item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
                 ),
             )
-        restored |= {f"params/{name}" if item == "params" else name: leaf for name, leaf in named_leaves(tree).items()}
+        prefix = "" if item == "training" else f"{item}/"
+        restored |= {f"{prefix}{name}": leaf for name, leaf in named_leaves(tree).items()}
     return restored
 
 
@@ -75,11 +76,6 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by name, in the tree's order: "params/embedder/table". Names are all that is kept of containers."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
-
-
-def item_of(name: str) -> str:
-    """The item folder that a leaf is stored in."""
-    return "params" if name.startswith("params/") else "training"
 
 
 def text_of(leaf: Any) -> str:
@@ -101,7 +97,7 @@ def reason(error: BaseException) -> str:
 
 def _part(leaves: dict, item: str) -> dict:
     """The leaves that an item folder holds, by their names in it."""
-    return {name.removeprefix("params/"): leaf for name, leaf in leaves.items() if item_of(name) == item}
+    return {name.removeprefix(f"{item}/"): leaf for name, leaf in leaves.items() if files.item_of(name) == item}
 
 
 def nested(leaves: dict) -> dict:

@@ -1,7 +1,8 @@
 """A checkpoint as files: which steps there are, whether each is whole, and where a damaged one goes.
 
     WORKDIR/checkpoints/STEP/params/       parameters            } array data, written by Orbax: process p writes
-    WORKDIR/checkpoints/STEP/training/     the rest of the state }   ocdbt.process_p/ and sums it in checksums.process_p.json
+    WORKDIR/checkpoints/STEP/ema/          their moving average  }   ocdbt.process_p/ and sums it in checksums.process_p.json
+    WORKDIR/checkpoints/STEP/training/     the rest of the state }
     WORKDIR/checkpoints/STEP/facts.json    what it is of: step, leaves, and what the caller wants compared at restore
     WORKDIR/checkpoints/STEP/checksums.json    size and CRC-32 of every other file; written last
     WORKDIR/checkpoints/STEP.orbax-checkpoint-tmp/    a save that has not finished: renamed to STEP when it has
@@ -27,7 +28,7 @@ from collections.abc import Iterable
 from concurrent import futures
 
 DAMAGED, SET_ASIDE = "damaged", "set_aside"
-ITEMS = ("params", "training")
+ITEMS = ("params", "ema", "training")
 FACTS = "facts.json"
 CHECKSUMS = "checksums.json"
 _COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # Orbax changes both after our checksums are written
@@ -40,15 +41,16 @@ _READERS = 8
 
 def steps(root: pathlib.Path) -> list[int]:
     """Steps that have a folder, ascending, whole or not. Saves in progress are not among them."""
-    return sorted(int(path.name) for path in _entries(root) if _names_step(path.name) and path.is_dir())
+    return sorted(int(path.name) for path in _entries(root) if names_step(path.name) and path.is_dir())
 
 
 def strays(root: pathlib.Path) -> list[pathlib.Path]:
     """What looks like a step and is none: 007, digits of other scripts, a file or a link to nowhere in a step's place."""
-    return sorted(p for p in _entries(root) if p.name.isdecimal() and not (_names_step(p.name) and p.is_dir()))
+    return sorted(p for p in _entries(root) if p.name.isdecimal() and not (names_step(p.name) and p.is_dir()))
 
 
-def _names_step(name: str) -> bool:
+def names_step(name: str) -> bool:
+    """Whether a folder of this name may be a step."""
     return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
@@ -72,9 +74,9 @@ def remove_unfinished(folders: Iterable[pathlib.Path]) -> None:
         time.sleep(0.1)
 
 
-def interrupted(root: pathlib.Path) -> list[pathlib.Path]:
-    """What a killed run was writing or deleting."""
-    return unfinished(root) + sorted(path for path in _entries(root) if path.name.startswith(_DELETING))
+def leaving(root: pathlib.Path) -> list[pathlib.Path]:
+    """What a killed run was deleting."""
+    return sorted(path for path in _entries(root) if path.name.startswith(_DELETING))
 
 
 def retire(root: pathlib.Path, step: int) -> pathlib.Path:
@@ -103,13 +105,27 @@ def write_step_files(folder: pathlib.Path, facts: dict) -> None:
     _write_json(folder / CHECKSUMS, _sums(folder, rest))
 
 
+def item_of(name: str) -> str:
+    """The item folder that a leaf of the state is stored in."""
+    item = name.partition("/")[0]
+    return item if item in ITEMS else "training"
+
+
+def items_of(leaves: Iterable[str]) -> tuple[str, ...]:
+    """The item folders that leaves are stored in."""
+    return tuple(item for item in ITEMS if any(item_of(name) == item for name in leaves))
+
+
 def is_complete(folder: pathlib.Path) -> bool:
     """Whether a save has finished; whether its files are whole is not looked at."""
     return all((folder / name).is_file() for name in _COMMIT_MARKERS)
 
 
 def damage(folder: pathlib.Path, items: Iterable[str] = ITEMS) -> str:
-    """Why a step is not whole, judged without reading array data: "" if each file is there in its full size."""
+    """Why a step is not whole, judged without reading array data: "" if each file is there in its full size.
+
+    `items`: those to look at, of the ones that the step has.
+    """
     for name in _COMMIT_MARKERS:
         if not (folder / name).is_file():
             return f"{name} is missing: the save did not finish"
@@ -121,17 +137,15 @@ def damage(folder: pathlib.Path, items: Iterable[str] = ITEMS) -> str:
             return f"{CHECKSUMS} does not name {FACTS}"
         if reason := _first_difference(folder, rest):
             return reason
-        for item in items:
+        file = FACTS
+        record = read_facts(folder)
+        step, _, leaves = record["step"], record["facts"].items(), record["leaves"].keys()
+        for item in (item for item in items_of(leaves) if item in items):
             file = f"{item}/checksums"
-            if not os.path.lexists(folder / item):
-                return f"{item}/ is missing; weights alone serve checkpoint.init_from of another run"
             if not (sums := _data_sums(folder, item)):
                 return f"{file} of array data are missing"
             if reason := _first_difference(folder / item, sums, contents=False):
                 return f"{item}/{reason}"
-        file = FACTS
-        record = read_facts(folder)
-        step, _, _ = record["step"], record["facts"].items(), record["leaves"].items()
     except FileNotFoundError as error:
         return f"{pathlib.Path(error.filename).name} is missing"
     except OSError as error:

@@ -42,8 +42,7 @@ class WorkdirLock:
     def __init__(self, workdir: str | pathlib.Path, first_process: bool = True):
         self._workdir, self._first_process = pathlib.Path(workdir), first_process
         self._path, self._made = self._workdir / FILE, False
-        self._me = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        self._me |= {"machine": _machine(), "process_start": _process_start(os.getpid()), "token": uuid.uuid4().hex}
+        self._me = identity()
         self._draft = self._workdir / f"{FILE}.{self._me['token']}"
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="workdir lock", daemon=True)
@@ -88,7 +87,7 @@ class WorkdirLock:
         with contextlib.suppress(OSError):  # a file system that does not answer now says nothing about the lock
             if self._first_process and not self._is_mine() and not self._create():
                 raise UserError(
-                    f"--workdir={self._workdir}: {_words(_read(self._path)[0] or {})} has taken this folder over, because this "
+                    f"--workdir={self._workdir}: {words(_read(self._path)[0] or {})} has taken this folder over, because this "
                     f"run gave no sign of life for {DEAD_AFTER_S:.0f} s. This run ends and writes nothing more"
                 )
 
@@ -114,24 +113,24 @@ class WorkdirLock:
         """Takes the lock over if its holder is dead; False: look again. Raises UserError if the holder is alive."""
         self._write(self._draft)
         silent_s = max(self._draft.stat().st_mtime - stamp, 0.0)  # the file server's clock, twice
-        alive = _is_running(holder, self._me)
+        alive = is_running(holder, self._me)
         if alive is None:
             alive = silent_s < DEAD_AFTER_S and self._waits_for_life(holder, stamp, DEAD_AFTER_S - silent_s)
         if alive:
             raise UserError(
-                f"--workdir={self._workdir}: {_words(holder)} trains in this folder (last sign of life {silent_s:.0f} s ago). "
+                f"--workdir={self._workdir}: {words(holder)} trains in this folder (last sign of life {silent_s:.0f} s ago). "
                 "Two runs in one folder would destroy each other's checkpoints: stop that one, or choose another --workdir"
             )
         with self._alone(self._draft.stat().st_mtime) as alone:
             if not alone or _read(self._path) != (holder, stamp):
                 return False
             os.replace(self._draft, self._path)
-        _log.warning("%s: taken over from %s, which ended without releasing it", self._path, _words(holder))
+        _log.warning("%s: taken over from %s, which ended without releasing it", self._path, words(holder))
         return True
 
     def _waits_for_life(self, holder: dict[str, Any], stamp: float, at_most_s: float) -> bool:
         """Whether the holder, which cannot be looked at from here, gives a sign of life (or another run comes first)."""
-        _log.warning("%s: held by %s; waiting up to %.0f s for a sign of life", self._path, _words(holder), at_most_s)
+        _log.warning("%s: held by %s; waiting up to %.0f s for a sign of life", self._path, words(holder), at_most_s)
         end = time.monotonic() + at_most_s
         while (left_s := end - time.monotonic()) > 0:
             time.sleep(min(1.0, left_s))
@@ -177,12 +176,19 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any] | None, float]:
         return {}, stamp
 
 
-def _words(holder: dict[str, Any]) -> str:
+def identity() -> dict[str, Any]:
+    """What a lock says of this process, its holder."""
+    me = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    return me | {"machine": _machine(), "process_start": _process_start(os.getpid()), "token": uuid.uuid4().hex}
+
+
+def words(holder: dict[str, Any]) -> str:
+    """The holder of a lock, for a message."""
     named = f"process {holder.get('process', '?')} on {holder.get('host', 'an unknown host')}"
     return f"another run ({named}, since {holder.get('since', '?')})"
 
 
-def _is_running(holder: dict[str, Any], me: dict[str, Any]) -> bool | None:
+def is_running(holder: dict[str, Any], me: dict[str, Any]) -> bool | None:
     """Whether the holder's process runs; None where that cannot be seen from here: another machine or container."""
     process, same = holder.get("process"), all(holder.get(key) == me[key] for key in ("host", "machine"))
     if not me["machine"] or not same or not isinstance(process, int):

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.checkpoint.hf import tensor_files
 from jaxtrain.checkpoint.hf.tensor_files import DTYPES
-from jaxtrain.checkpoint.manager import FOLDER, Checkpointer
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.remote import FOLDER, Store
 from jaxtrain.errors import UserError
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -38,7 +39,9 @@ class Saved:
     @property
     def holds(self) -> str:
         """What is in it."""
-        return "weights and optimizer" if any(arrays.item_of(name) != "params" for name in self.leaves) else "weights"
+        names = {"params": "weights", "ema": "EMA", "training": "optimizer"}
+        *most, last = [names[item] for item in files.items_of(self.leaves)]
+        return f"{', '.join(most)} and {last}" if most else last
 
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Parameters by name, "params/..." , on one device."""
@@ -46,7 +49,7 @@ class Saved:
         found = {}
         for name, text in self.leaves.items():
             dtype, shape = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()
-            if arrays.item_of(name) == "params":
+            if files.item_of(name) == "params":
                 found[name] = jax.ShapeDtypeStruct(tuple(map(int, filter(None, shape.split(",")))), dtype, sharding=where)
         return found
 
@@ -54,7 +57,7 @@ class Saved:
         """(name without "params/", array) one after the other, layers in order."""
         order = self.facts.get(LAYER_ORDER)
         for name, leaf in self.parameters().items():
-            array = np.asarray(arrays.read(self.folder, {name: leaf}, ("params",))[name])
+            array = np.asarray(arrays.read(self.folder, {name: leaf})[name])
             if order and name.startswith("params/blocks/") and list(order) != sorted(order):
                 array = array[np.argsort(order)]
             yield name.removeprefix("params/"), array
@@ -78,9 +81,8 @@ def _look(folder: pathlib.Path, step: int) -> Saved:
         facts, leaves = record["facts"], record["leaves"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Saved(step, folder, f"facts.json cannot be read: {error}", {}, {}, 0, folder.stat().st_mtime)
-    items = [item for item in files.ITEMS if any(arrays.item_of(name) == item for name in leaves)]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Saved(step, folder, files.damage(folder, items), facts, leaves, size, (folder / files.FACTS).stat().st_mtime)
+    return Saved(step, folder, files.damage(folder), facts, leaves, size, (folder / files.FACTS).stat().st_mtime)
 
 
 def table(found: Sequence[Saved]) -> str:
@@ -100,10 +102,14 @@ def table(found: Sequence[Saved]) -> str:
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+def remote_table(url: str) -> str:
+    """One line a checkpoint that is whole under a URL."""
+    return "\n".join(["step  GB", *(f"{step:<4}  {size / 1e9:.3f}" for step, size in Store(url).sizes().items())])
+
+
 def verify(saved: Saved) -> str:
     """Why a checkpoint is not what was written, with every byte read; "" if it is."""
-    items = [item for item in files.ITEMS if any(arrays.item_of(name) == item for name in saved.leaves)]
-    return saved.damage or files.data_damage(saved.folder, items)
+    return saved.damage or files.data_damage(saved.folder)
 
 
 def consolidate(saved: Saved, model: ml_collections.ConfigDict, target: pathlib.Path, dtype: str) -> int:
@@ -133,6 +139,8 @@ def consolidate(saved: Saved, model: ml_collections.ConfigDict, target: pathlib.
 def average(found: Sequence[Saved], workdir: pathlib.Path) -> None:
     """Saves the mean of several checkpoints' weights as the checkpoint of the last one's step, weights alone, in another run.
 
+    Memory holds the mean, and of the others an array at a time.
+
     Raises UserError if they are of different models, or not whole.
     """
     first, last = found[0], found[-1]
@@ -140,17 +148,16 @@ def average(found: Sequence[Saved], workdir: pathlib.Path) -> None:
         _require_whole(saved)
         if saved.parameters() != first.parameters():
             raise UserError(f"{saved.folder}: has other weights than {first.folder}")
-    sums: dict[str, np.ndarray] = {}
+    means: dict[str, jax.Array] = {}
     for name in first.parameters():
         key, total = name.removeprefix("params/"), None
         for saved in found:
             [(_, array)] = dataclasses.replace(saved, leaves={name: saved.leaves[name]}).read()
             total = array.astype(np.float64) if total is None else total + array
-        sums[key] = (total / len(found)).astype(array.dtype)
-    params = arrays.nested({name: jax.device_put(array) for name, array in sums.items()})
+        means[key] = jax.device_put((total / len(found)).astype(array.dtype))
     facts = {key: value for key, value in last.facts.items() if key != LAYER_ORDER}  # `read` has put them in order
     with Checkpointer(workdir, save_every_steps=1) as checkpointer:
-        checkpointer.save(last.step, {"params": params}, facts | {"average_of": [saved.step for saved in found]})
+        checkpointer.save(last.step, {"params": arrays.nested(means)}, facts | {"average_of": [saved.step for saved in found]})
 
 
 def _require_whole(saved: Saved) -> None:

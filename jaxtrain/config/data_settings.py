@@ -51,9 +51,7 @@ DATA: dict[str, Setting] = {
         choices=("redistribute", "refuse"),
     ),
     "max_epochs": Setting(0, "How often the data are read at most; 0: as long as the run lasts.", low=0),
-    "eval_paths": Setting(
-        (), "Held-out files or folders; empty: holdout_fraction of the documents of paths.", location=True
-    ),
+    "eval_paths": Setting((), "Held-out files or folders; empty: holdout_fraction of the documents of paths.", location=True),
     "eval_sources": Setting(
         {},
         "Held-out sets by name, each with its own loss, in place of eval_paths; entries as in sources.",
@@ -105,7 +103,5 @@ DATA: dict[str, Setting] = {
     "cache_dir": Setting(
         "", "Folder for token shards from object storage; empty: a temporary one.", location=True, changes=NOTHING
     ),
-    "cache_gib": Setting(
-        32.0, "How much of cache_dir shards may fill; those used longest ago go.", above=0.0, changes=NOTHING
-    ),
+    "cache_gib": Setting(32.0, "How much of cache_dir shards may fill; those used longest ago go.", above=0.0, changes=NOTHING),
 }

@@ -92,9 +92,7 @@ MODEL: dict[str, Setting] = {
         None, "yarn: factor on queries and keys; None is 0.1 ln(rope_scaling_factor) + 1.", optional=float, above=0.0
     ),
     "rope_original_len_tokens": Setting(8192, "llama3, yarn: context length before scaling.", low=1),
-    "max_len_tokens": Setting(
-        8192, "Longest context; the size of the table of learned positions.", low=1, changes=TRAINING
-    ),
+    "max_len_tokens": Setting(8192, "Longest context; the size of the table of learned positions.", low=1, changes=TRAINING),
     "qkv_bias": Setting(False, "Bias on query, key and value projections."),
     "attention_out_bias": Setting(False, "Bias on the attention output projection."),
     "mlp_bias": Setting(False, "Bias on the MLP projections, those of experts too."),

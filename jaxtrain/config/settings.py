@@ -174,6 +174,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "Weights that are not trained, by patterns of their dotted names in checkpoints (blocks.mlp.*, embedder.*): "
             "no gradient, no moments. Each must match some.",
         ),
+        "ema_decay": share(
+            "Decay of the moving average of weights, which is saved beside them and evaluated too; 0: none. About "
+            "1 / (1 - decay) steps are in it, fewer at first: it is their weighted mean from step 1 on."
+        ),
         "z_loss": Setting(0.0, "Weight of log(Z)^2 in the loss (PaLM, section 5).", low=0.0),
         "balance_loss": Setting(
             0.0, "Weight of the balancing loss of experts, which is 1 in each layer when balanced.", low=0.0
@@ -195,9 +199,33 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1, changes=NOTHING),
     },
     "checkpoint": {
-        "save_every_steps": Setting(100, "Steps between checkpoints; 0 saves none, not even the last.", low=0),
+        "save_every_steps": Setting(
+            100, "Steps between checkpoints; with 0, and save_every_minutes=0, none is saved, not even the last.", low=0
+        ),
+        "save_every_minutes": Setting(0.0, "Also save when no save has begun for so long; 0: not.", low=0.0),
+        "weights_only": Setting(
+            False,
+            "Save the weights and their moving average without the optimizer's state, a third of the bytes with adamw: other "
+            "runs can begin with them, this one cannot go on from them.",
+        ),
         "keep_last": Setting(2, "Newest checkpoints to keep.", low=1),
         "keep_every_steps": Setting(0, "Also keep each step that this divides; 0 keeps none extra.", low=0),
+        "keep_every_minutes": Setting(0.0, "Also keep the first checkpoint of each so many minutes; 0: none.", low=0.0),
+        "keep_best": Setting(
+            0, "Also keep so many with the best best_metric; an evaluation that makes one of them is saved at once.", low=0
+        ),
+        "best_metric": Setting(
+            "eval_loss",
+            "With keep_best: a figure of evaluation. eval_loss, eval_perplexity, eval_bits_per_byte; of several held-out sets "
+            "eval_loss_NAME and so on; of the moving average ema_eval_loss and so on.",
+        ),
+        "best_mode": Setting("min", "With keep_best: whether the least or the largest is best.", choices=("min", "max")),
+        "copy_to": Setting(
+            "",
+            "URL (s3://BUCKET/RUN, gs://...) to which each complete checkpoint is copied, and from which a workdir that has no "
+            "newer one gets the newest there; empty: none.",
+            location=True,
+        ),
         "restore_step": Setting(
             0,
             "Go on from the checkpoint of this step though there are later ones, which are moved to checkpoints/set_aside, but "
@@ -206,8 +234,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "init_from": Setting(
             "",
-            "Workdir of another run, WORKDIR/checkpoints/STEP, or a Hugging Face folder: a new run begins with these weights "
-            "alone; empty: with new ones.",
+            "Workdir of another run, WORKDIR/checkpoints/STEP, a URL of either, or a Hugging Face folder: a new run begins "
+            "with these weights alone; empty: with new ones.",
             location=True,
         ),
         "on_config_change": Setting(

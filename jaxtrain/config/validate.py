@@ -349,8 +349,17 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
-    if config.checkpoint.keep_every_steps and not config.checkpoint.save_every_steps:
-        found.append("checkpoint.keep_every_steps: nothing is saved with checkpoint.save_every_steps=0")
+    saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
+    if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
+        found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")
+    for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only", "copy_to"):
+        if config.checkpoint[key] and not saves:
+            found.append(f"checkpoint.{key}: nothing is saved with checkpoint.save_every_steps=0")
+    if config.checkpoint.keep_best and not config.eval.every_steps:
+        found.append("checkpoint.keep_best: nothing is evaluated before the end with eval.every_steps=0; set that, or 0")
+    if config.checkpoint.best_metric.startswith("ema_") and config.checkpoint.keep_best and not config.train.ema_decay:
+        metric = config.checkpoint.best_metric
+        found.append(f"checkpoint.best_metric: {metric} is of the moving average of weights; set train.ema_decay above 0")
     every, keep = config.checkpoint.save_every_steps, config.checkpoint.keep_every_steps
     if every and keep % every:
         nearest = nearest_multiples(keep, every)

@@ -18,7 +18,7 @@ from jaxtrain.data import folders, permutation
 from jaxtrain.data.documents import BadRecords
 from jaxtrain.data.encoding import make_encoder
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.packing import Packed
+from jaxtrain.data.packing import WINDOW, Packed
 from jaxtrain.data.records import find_inputs
 from jaxtrain.data.shards import Shard, Store, in_memory
 from jaxtrain.data.tokenizers import Tokenizer, get_tokenizer
@@ -274,7 +274,8 @@ def _fingerprint(data: ml_collections.ConfigDict, tokenizer: Tokenizer, found: D
     """Of everything that orders the rows of a source."""
     dtype, count = packed.store.dtype.str, packed.num_documents
     facts = f"{tokenizer.fingerprint} {data.seq_len_tokens} {data.seed} {data.add_bos} {dtype} {count}"
-    digest = hashlib.sha256(facts.encode() + (b"" if data.packing == "concat" else data.packing.encode()))
+    way = data.packing if data.packing != "concat" else "" if packed.shuffles_documents else f"windows of {WINDOW}"
+    digest = hashlib.sha256(facts.encode() + way.encode())
     if isinstance(found, Documents):
         digest.update(found.ids.data)
         digest.update(np.concatenate([[0], found.ends]).astype(np.int64).data)

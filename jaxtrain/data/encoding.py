@@ -19,7 +19,7 @@ from jaxtrain.data.records import PIECE_BYTES, Input, Record, read
 from jaxtrain.data.tokenizers import Tokenizer, id_dtype
 from jaxtrain.errors import UserError
 
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024
 
 
 class Waiting(NamedTuple):

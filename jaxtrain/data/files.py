@@ -1,7 +1,7 @@
 """Which files a setting names, and their bytes: local or behind fsspec (s3://, gs://, https://), packed or not.
 
-Owns finding files in an order that no file system decides, messages for what cannot be read, and bounded retries of remote
-reads. What the bytes mean is for `jaxtrain.data.records`.
+Owns finding files in an order that no file system decides, and messages for what cannot be read; `remote` reads from stores.
+What the bytes mean is for `jaxtrain.data.records`.
 """
 
 from __future__ import annotations
@@ -10,24 +10,20 @@ import dataclasses
 import fnmatch
 import glob
 import gzip
-import importlib
 import io
 import os
 import pathlib
 import re
 import stat
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
+from jaxtrain.data import remote
+from jaxtrain.data.remote import is_remote, require
 from jaxtrain.errors import UserError
 
 PYTHON_STDLIB = "python_stdlib"
-RETRIES, FIRST_WAIT_S = 7, 0.5  # of remote reads: waits of 0.5, 1, 2, ... 32 s, together 64 s
-TIMEOUT_S = 20  # of one remote request
-_Result = TypeVar("_Result")
-
 # Left out so that the corpus is about the same on every installation: tests, what distributions package separately or
 # Python has dropped since, files made for one build, and a table of prose.
 _STDLIB_SKIPPED_FOLDERS = re.compile(
@@ -51,20 +47,8 @@ class File:
     @property
     def suffixes(self) -> list[str]:
         """Lower-case suffixes of the name: [".jsonl", ".gz"]."""
-        return [suffix.lower() for suffix in pathlib.PurePosixPath(self.url).suffixes]
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL that fsspec opens."""
-    return bool(re.match(r"[a-z][a-z0-9+.]*://", path))
-
-
-def require(module: str, purpose: str) -> Any:
-    """Imports a library of the extra `data`. Raises UserError that says what to install where it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{purpose} needs the package {module.partition('.')[0]}: pip install 'jaxtrain[data]'") from error
+        path = re.sub(r"[?#].*", "", self.url) if remote.is_web(self.url) else self.url
+        return [suffix.lower() for suffix in pathlib.PurePosixPath(path).suffixes]
 
 
 def find(entry: str, pattern: str, setting: str) -> list[File]:
@@ -104,15 +88,13 @@ def exists(path: str) -> bool:
     """Whether a file or folder is there, local or remote."""
     if not is_remote(path):
         return os.path.exists(os.path.expanduser(path))
-    system, inner = filesystem(path)
-    return retried(lambda: system.exists(inner), path)
+    return remote.exists(path)
 
 
 def read_bytes(path: str, start: int | None = None, stop: int | None = None) -> bytes:
     """The bytes of a small file, or a range of a large one, local or remote. Raises UserError, FileNotFoundError."""
     if is_remote(path):
-        system, inner = filesystem(path)
-        return retried(lambda: system.cat_file(inner, start=start, end=stop), path)
+        return remote.read_bytes(path, start, stop)
     try:
         with open(os.path.expanduser(path), "rb") as file:
             file.seek(start or 0)
@@ -128,9 +110,7 @@ def stamp(file: File) -> tuple[int, str]:
     if not is_remote(file.url):
         facts = os.stat(file.url)
         return facts.st_size, str(facts.st_mtime_ns)
-    system, inner = filesystem(file.url)
-    facts = retried(lambda: system.info(inner), file.url)
-    return int(facts.get("size") or 0), str(facts.get("ETag") or facts.get("mtime") or facts.get("LastModified") or "")
+    return remote.stamp(file.url)
 
 
 class Meter:
@@ -138,6 +118,10 @@ class Meter:
 
     def __init__(self):
         self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Counts bytes."""
+        self.bytes += count
 
     def reset(self) -> None:
         """Counts from zero."""
@@ -157,7 +141,7 @@ class _Local(io.FileIO):
 def open_file(file: File) -> BinaryIO:
     """The raw bytes of a file as a seekable stream; remote ones are read in blocks, with retries."""
     if is_remote(file.url):
-        return io.BufferedReader(_Remote(file.url), 4 << 20)
+        return io.BufferedReader(remote.Remote(file.url, METER.add), 4 << 20)
     try:
         return io.BufferedReader(_Local(file.url), 1 << 18)
     except OSError as error:
@@ -176,80 +160,9 @@ def open_unpacked(file: File) -> BinaryIO:
     return stream
 
 
-def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, with bounded time-outs, and the path in it."""
-    fsspec = require("fsspec", f"reading {url}")
-    scheme = url.partition("://")[0]
-    options: dict[str, Any] = {}
-    if scheme in ("s3", "s3a"):
-        options["config_kwargs"] = {"connect_timeout": 5, "read_timeout": TIMEOUT_S, "retries": {"max_attempts": 1}}
-    try:
-        return fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        raise UserError(f"{url}: {error}; pip install 'jaxtrain[data]'") from error
-    except ValueError as error:
-        raise UserError(f"{url}: {error}") from error
-
-
-def retried(read: Callable[[], _Result], what: str) -> _Result:
-    """What `read` returns, tried again with growing waits where a remote store fails. Raises UserError in the end.
-
-    What trying cannot mend is raised at once: a missing file, a refused permission.
-    """
-    for attempt in range(RETRIES + 1):
-        try:
-            return read()
-        except FileNotFoundError:
-            raise
-        except PermissionError as error:
-            raise UserError(f"cannot read {what}: permission refused ({error}); check the credentials") from error
-        except Exception as error:  # each store's client has errors of its own
-            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-                raise UserError(f"cannot read {what}: {error}") from error
-            if attempt == RETRIES:
-                raise UserError(
-                    f"cannot read {what}: {type(error).__name__}: {error}; tried {RETRIES + 1} times; start it again"
-                ) from error
-            time.sleep(FIRST_WAIT_S * 2**attempt)
-    raise AssertionError
-
-
 def printable(name: str) -> str:
     """A file's name for messages: what is no Unicode is shown by its bytes."""
     return name.encode("utf-8", "backslashreplace").decode()
-
-
-class _Remote(io.RawIOBase):
-    """A remote file by ranges, each retried by itself: a lost connection loses nothing."""
-
-    def __init__(self, url: str):
-        self._url, self._position = url, 0
-        self._system, self._path = filesystem(url)
-        self._size = int(retried(lambda: self._system.info(self._path)["size"], url))
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._position + len(buffer), self._size)
-        if stop <= self._position:
-            return 0
-        start = self._position
-        data = retried(lambda: self._system.cat_file(self._path, start=start, end=stop), self._url)
-        buffer[: len(data)] = data
-        METER.bytes += len(data)
-        self._position += len(data)
-        return len(data)
 
 
 class _WholeFrames(io.RawIOBase):
@@ -345,17 +258,17 @@ def _walk(root: str, setting: str, skip_folder: Callable[[str], Any] = lambda na
 
 
 def _find_remote(entry: str, pattern: str, setting: str) -> list[File]:
-    system, inner = filesystem(entry)
-    if glob.has_magic(entry):
-        paths = retried(lambda: system.glob(inner), entry)
-        paths = [path for path in paths if not path.endswith("/") and retried(lambda p=path: system.isfile(p), entry)]
-    elif retried(lambda: system.isfile(inner), entry):
-        paths = [inner]
-    else:
-        found = retried(lambda: system.find(inner), entry)
-        paths = [path for path in found if fnmatch.fnmatchcase(path.rpartition("/")[2], pattern)]
-        paths = [path for path in paths if not any(part.startswith(".") for part in path[len(inner) :].split("/"))]
-    if not paths:
+    urls, magic = remote.find(entry), remote.has_magic(entry)
+    fixed = entry[: re.search(r"[*?[]", entry).start()].rpartition("/")[0] if magic else entry
+    below = {url: _inner(url)[len(_inner(fixed)) :] for url in urls}  # "" of the file itself
+    if "/." not in entry[len(fixed) :]:
+        urls = [url for url in urls if not any(part.startswith(".") for part in below[url].split("/"))]
+    if not magic:
+        urls = [url for url in urls if not below[url] or fnmatch.fnmatchcase(url.rpartition("/")[2], pattern)]
+    if not urls:
         raise UserError(f"{setting}: {entry}: there is no such file, or none that matches {pattern!r}")
-    urls = [path if is_remote(path) else f"{entry.partition('://')[0]}://{path}" for path in sorted(paths)]
     return [File(url, url) for url in urls]
+
+
+def _inner(url: str) -> str:
+    return url.partition("://")[2].strip("/")

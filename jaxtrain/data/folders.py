@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import pathlib
+import shutil
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.data import files
+from jaxtrain.data import files, remote
 from jaxtrain.data.shards import AGAIN, FORMAT, INDEX, Mapped, Shard, Store, map_shard
 from jaxtrain.errors import UserError
 
@@ -51,7 +53,11 @@ def is_folder(path: str) -> bool:
     """Whether a path is a folder with an index of shards."""
     try:
         return b'"jaxtrain_shards"' in files.read_bytes(f"{path.rstrip('/')}/{INDEX}", 0, 64)
-    except (OSError, UserError):
+    except (OSError, remote.Refused):
+        return False
+    except UserError:  # what is local may be a file
+        if files.is_remote(path):
+            raise
         return False
 
 
@@ -95,8 +101,10 @@ def open_store(folders: Sequence[str], cache_dir: str = "", cache_gib: float = 3
 
 def _check_sizes(folder: str, shards: Sequence[Shard]) -> None:
     if files.is_remote(folder):
-        system, inner = files.filesystem(folder)
-        listed = files.retried(lambda: system.ls(inner, detail=True), folder)
+        if remote.is_web(folder):  # which need not list it; each shard is checked when it is fetched
+            return
+        system, inner = remote.filesystem(folder)
+        listed = remote.retried(lambda: system.ls(inner, detail=True), folder)
         sizes = {entry["name"].rpartition("/")[2]: entry["size"] for entry in listed}
     else:
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
@@ -148,9 +156,8 @@ class Cache:
     def _fetch(self, url: str, shard: Shard, path: pathlib.Path) -> None:
         part = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            with part.open("wb") as file:
-                for start in range(0, shard.bytes, _PART):
-                    file.write(files.read_bytes(url, start, min(start + _PART, shard.bytes)))
+            with part.open("wb") as file, remote.Remote(url, lambda count: None) as source:
+                shutil.copyfileobj(io.BufferedReader(source, _PART), file, _PART)
             content = map_shard(str(part), shard)
             content.ids(0, shard.tokens)
             content.ends_in(0, shard.tokens)

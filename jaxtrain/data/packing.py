@@ -5,10 +5,11 @@ the last row is padded, and a document that does not fit into what is left of a 
 documents longer than T, and puts every other one, longest first, into the fullest row that has room (Ding et al. 2024, "Fewer
 truncations improve language modeling"). `pad` gives each document rows of its own. No way loses a token.
 
-With up to `permutation.TABLE_SIZE` documents and rows, `concat` shuffles the documents of each epoch anew. With more, they stay
-in the order in which they lie, the stream is cut at another place in each epoch, and only rows are shuffled. Row g of the run
-is row g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on mesh, hosts, workers,
-or on which rows were read before. It is found in time that depends on its own documents alone.
+`concat` shuffles the documents of each epoch anew: all of them where documents and rows are at most `permutation.TABLE_SIZE`,
+else those of each window of `WINDOW` neighbours, and the stream begins at another place in each epoch. Then rows are shuffled
+over the whole epoch. The other ways plan once which pieces share a row (`row_plan`), and shuffle rows. Row g of the run is row
+g % R of epoch g // R, so what it holds depends on nothing but (tokens, seed, g): not on mesh, hosts, workers, or on which rows
+were read before. It is found in time that depends on its own documents, and for `concat` on a window, alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import permutation
+from jaxtrain.data.row_plan import Plan, plan
 from jaxtrain.data.shards import Store
 
+WINDOW = 4096  # documents
 IGNORE = -1  # a target of -1: this position has none
 EMPTY = {"tokens": 0, "targets": IGNORE, "segment_ids": 0, "positions": 0}
 
@@ -31,33 +34,27 @@ EMPTY = {"tokens": 0, "targets": IGNORE, "segment_ids": 0, "positions": 0}
 @dataclasses.dataclass(frozen=True)
 class _Epoch:
     rows: np.ndarray | None  # [R] which row comes when; None: by the Feistel network
-    documents: np.ndarray | None = None  # [documents] in the order of the stream; None: as they lie
+    documents: np.ndarray | None = None  # [documents] in the order of the stream; None: by windows
     starts: np.ndarray | None = None  # [documents] where each of these begins in the stream
     offset: int = 0  # where the stream begins
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Which pieces of documents are in which row: `best_fit` and `pad`. Piece i is tokens starts[i]..starts[i]+lengths[i]-1."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    rows: np.ndarray  # [R + 1]: row r has the pieces rows[r]..rows[r + 1] - 1
 
 
 class Packed:
     """Rows of packed documents. Safe to use from several threads."""
 
-    def __init__(self, store: Store, seq_len: int, seed: int, packing: str = "concat", plan: Plan | None = None):
+    def __init__(self, store: Store, seq_len: int, seed: int, packing: str = "concat", planned: Plan | None = None):
         """
         Args:
           seq_len: positions per row, T.
           seed: orders documents and rows.
-          plan: what was planned before, for another process.
+          planned: what was planned before, for another process.
+
+        Raises:
+          UserError: too many documents for a plan.
         """
         self.store, self.seq_len, self.seed, self.packing = store, seq_len, seed, packing
         self.num_documents, self.num_tokens = store.num_documents, store.num_tokens
-        self.plan = plan or (_plan(store.ends(), seq_len, packing) if packing != "concat" else None)
+        self.plan = planned or (plan(store, seq_len, packing) if packing != "concat" else None)
         self.rows_per_epoch = len(self.plan.rows) - 1 if self.plan else -(-self.num_tokens // seq_len)
         self.shuffles_documents = self.plan is None and max(self.num_documents, self.rows_per_epoch) <= permutation.TABLE_SIZE
         self._ends = store.ends() if self.shuffles_documents else None
@@ -72,7 +69,7 @@ class Packed:
     def cut_documents(self) -> int:
         """Documents that lie in several rows; with `concat` in epoch 0, and at most so many where they are not shuffled."""
         if self.plan:
-            return int(np.sum(np.diff(self.store.ends(), prepend=0) > self.seq_len))
+            return self.plan.cut
         if not self.shuffles_documents:
             return min(self.num_documents, self.rows_per_epoch)
         epoch = self._epoch(0)
@@ -127,10 +124,7 @@ class Packed:
         begin = row * self.seq_len
         end = min(begin + self.seq_len, self.num_tokens)
         if epoch.documents is None:
-            start = (epoch.offset + begin) % self.num_tokens
-            first = min(end - begin, self.num_tokens - start)  # the stream goes on at the store's beginning
-            pieces = np.array([[start, first], [0, end - begin - first]])
-            return tuple(pieces[pieces[:, 1] > 0].T)
+            return self._windows(number, (epoch.offset + begin) % self.num_tokens, end - begin)
         nth = np.searchsorted(epoch.starts, [begin, end - 1], side="right") - 1
         chosen = slice(nth[0], nth[1] + 1)
         documents, starts = epoch.documents[chosen], epoch.starts[chosen]
@@ -139,6 +133,25 @@ class Packed:
         stops = np.minimum(stop, begins + end - starts)
         begins = begins + np.maximum(begin - starts, 0)
         return begins, stops - begins
+
+    def _windows(self, epoch: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Pieces of `length` tokens from position `start` on in the stream that holds windows as they lie, each shuffled."""
+        starts, lengths = [], []
+        while length:
+            window = self.store.document_at(start) // WINDOW
+            ends = self.store.document_ends(window * WINDOW, min((window + 1) * WINDOW, self.num_documents))
+            first = int(self.store.document_ends(window * WINDOW - 1, window * WINDOW)[0]) if window else 0
+            begins = np.concatenate([[first], ends[:-1]])
+            order = permutation.table(len(ends), self.seed, epoch, 3, window)
+            begins, sizes = begins[order], (ends - begins)[order]
+            places = first + np.cumsum(sizes) - sizes  # in the stream
+            cut = np.maximum(start - places, 0)
+            kept = np.minimum(sizes, start + length - places) - cut
+            starts.append((begins + cut)[kept > 0])
+            lengths.append(kept[kept > 0])
+            taken = int(lengths[-1].sum())
+            start, length = (start + taken) % self.num_tokens, length - taken
+        return np.concatenate(starts), np.concatenate(lengths)
 
     def _epoch(self, number: int) -> _Epoch:
         with self._lock:  # also while drawing: threads of one batch need the same epoch
@@ -168,41 +181,5 @@ class Packed:
 
 def _reopen(kind: type[Packed], store: Store, seq_len: int, seed: int, packing: str, folder: str) -> Packed:
     names = ("starts", "lengths", "rows")
-    plan = Plan(*(np.load(pathlib.Path(folder, f"{name}.npy"), mmap_mode="r") for name in names)) if folder else None
-    return kind(store, seq_len, seed, packing, plan)
-
-
-def _plan(ends: np.ndarray, seq_len: int, packing: str) -> Plan:
-    """Pieces of at most T tokens: whole rows of longer documents, and what is left of every document."""
-    begins = np.concatenate([[0], ends[:-1]])
-    counts = -(-(ends - begins) // seq_len)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(begins, counts) + within * seq_len
-    lengths = np.minimum(np.repeat(ends, counts) - starts, seq_len)
-    if packing == "pad":
-        return Plan(starts, lengths, np.arange(len(starts) + 1))
-    rows = _best_fit(lengths, seq_len)
-    order = np.argsort(rows, kind="stable")
-    return Plan(starts[order], lengths[order], np.concatenate([[0], np.cumsum(np.bincount(rows))]))
-
-
-def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """The row of each piece: longest first, into the row with the least room that is enough."""
-    rows = np.empty(len(lengths), np.int64)
-    by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
-    rooms, count = 0, 0  # bit r: there is a row with room r
-    for piece in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[piece])
-        enough = rooms >> length
-        if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            row = by_room[room].pop()
-            if not by_room[room]:
-                rooms ^= 1 << room
-        else:
-            room, row, count = seq_len, count, count + 1
-        rows[piece] = row
-        if room > length:
-            by_room[room - length].append(row)
-            rooms |= 1 << room - length
-    return rows
+    planned = Plan(*(np.load(pathlib.Path(folder, f"{name}.npy"), mmap_mode="r") for name in names)) if folder else None
+    return kind(store, seq_len, seed, packing, planned)

@@ -2,7 +2,7 @@
 
 A folder holds `index.json` and shards NAME.tokens. A shard is a header (4096 bytes of JSON), the ids (uint16 or uint32, little
 endian), the end of each document among them (int64), the loss mask if there is one (a bit per token, packed), and the CRC-32 of
-each 256 KiB of what lies between. Reading maps files into memory and checks the blocks that it touches, each once.
+each block of what lies between. Reading maps files into memory and checks the blocks that it touches, each once.
 
 A `Store` lays all documents end to end: position p is a token of the whole, whatever the number of shards.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 
 SUFFIX, INDEX, FORMAT = ".tokens", "index.json", 1
-HEADER, BLOCK = 4096, 1 << 18  # bytes
+HEADER, BLOCK = 4096, 1 << 15  # bytes; a row of shuffled documents touches as many blocks as it has documents
 _OPEN = 256  # shards mapped at a time: each costs a file descriptor
 AGAIN = "write it again with python -m jaxtrain.tokenize (finished shards stay), or copy it anew"
 
@@ -41,11 +41,12 @@ class Shard:
     masked: bool
     max_id: int
     checksum: str = ""  # CRC-32 of the blocks' CRCs
+    block: int = 1 << 18  # bytes; of shards that do not say
 
     @property
     def bytes(self) -> int:
         """Size of the file."""
-        return HEADER + self.content_bytes + 4 * -(-self.content_bytes // BLOCK)
+        return HEADER + self.content_bytes + 4 * -(-self.content_bytes // self.block)
 
     @property
     def content_bytes(self) -> int:
@@ -89,7 +90,8 @@ class Writer:
 
     def close(self, facts: dict[str, Any]) -> Shard:
         """Completes the shard; `facts` are kept in its header."""
-        shard = Shard(self._path.name, self._dtype.str, self.tokens, len(self._ends), self._masked, self._max)
+        name, dtype = self._path.name, self._dtype.str
+        shard = Shard(name, dtype, self.tokens, len(self._ends), self._masked, self._max, block=BLOCK)
         self._write(b"\0" * (-self.tokens * self._dtype.itemsize % 8))
         self._write(np.asarray(self._ends, "<i8").tobytes())
         if self._masked:
@@ -155,9 +157,12 @@ class Mapped:
 
     def ends_in(self, start: int, stop: int) -> np.ndarray:
         """Ends e of documents with start < e <= stop, by binary search."""
-        first, last = np.searchsorted(self.ends, [start, stop], side="right")
-        self._check(self._ends_at + 8 * first, self._ends_at + 8 * last)
-        return np.asarray(self.ends[first:last])
+        return self.ends_of(*np.searchsorted(self.ends, [start, stop], side="right"))
+
+    def ends_of(self, first: int, stop: int) -> np.ndarray:
+        """Ends of the documents first..stop-1."""
+        self._check(self._ends_at + 8 * first, self._ends_at + 8 * stop)
+        return np.asarray(self.ends[first:stop])
 
     def mask(self, start: int, stop: int) -> np.ndarray:
         """Whether the tokens of positions start..stop-1 are trained."""
@@ -181,7 +186,8 @@ def map_shard(path: str, shard: Shard) -> Mapped:
             size = os.fstat(file.fileno()).st_size
             if size != shard.bytes:
                 raise UserError(f"the shard {path} has {size:,} bytes, the index says {shard.bytes:,}; {AGAIN}")
-            whole = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            whole = np.frombuffer(region, np.uint8)
     except OSError as error:
         raise UserError(f"cannot read the shard {path}: {error.strerror or error}; {AGAIN}") from error
     content = whole[HEADER : HEADER + shard.content_bytes]
@@ -191,12 +197,16 @@ def map_shard(path: str, shard: Shard) -> Mapped:
     checked = np.zeros(len(crcs), bool)
 
     def check(start: int, stop: int) -> None:
-        for block in range(start // BLOCK, -(-stop // BLOCK)):
-            if checked[block]:
+        for number in range(start // shard.block, -(-stop // shard.block)):
+            if checked[number]:
                 continue
-            if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != crcs[block]:
-                raise UserError(f"the shard {path} is damaged: byte {HEADER + block * BLOCK:,} and on; {AGAIN}")
-            checked[block] = True
+            begin = number * shard.block
+            block = content[begin : begin + shard.block]
+            if zlib.crc32(block) != crcs[number]:
+                raise UserError(f"the shard {path} is damaged: byte {HEADER + begin:,} and on; {AGAIN}")
+            checked[number] = True
+            if (HEADER + begin) % mmap.PAGESIZE == 0:  # few of its pages are needed, but all would count as memory
+                region.madvise(mmap.MADV_DONTNEED, HEADER + begin, len(block))
 
     size = np.dtype(shard.dtype).itemsize * shard.tokens
     after = shard.ends_at + 8 * shard.documents
@@ -260,7 +270,21 @@ class Store:
             return ids[0], ends[0], masks[0] if masks else None
         return np.concatenate(ids), np.concatenate(ends), np.concatenate(masks) if masks else None
 
+    def document_at(self, position: int) -> int:
+        """The number of the document that a position belongs to, by binary search."""
+        number = int(np.searchsorted(self.token_starts, position, side="right")) - 1
+        before = np.searchsorted(self.shard(number).ends, position - self.token_starts[number], side="right")
+        return int(self.document_starts[number] + before)
+
+    def document_ends(self, first: int, stop: int) -> np.ndarray:
+        """[stop - first] int64: where the documents first..stop-1 end."""
+        parts, number = [], int(np.searchsorted(self.document_starts, first, side="right")) - 1
+        while first < stop:
+            base, end = int(self.document_starts[number]), min(stop, int(self.document_starts[number + 1]))
+            parts.append(self.shard(number).ends_of(first - base, end - base) + self.token_starts[number])
+            first, number = end, number + 1
+        return np.concatenate(parts)
+
     def ends(self) -> np.ndarray:
         """[documents] int64: where every document ends. For corpora of few documents."""
-        parts = [self.shard(i).ends_in(0, shard.tokens) + self.token_starts[i] for i, shard in enumerate(self.shards)]
-        return np.concatenate(parts)
+        return self.document_ends(0, self.num_documents)

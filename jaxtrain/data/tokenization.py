@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -75,29 +77,31 @@ def tokenize(
     Raises:
       UserError: what is read is bad or missing, `output` holds something else, or cannot be written.
     """
-    tokenizer = get_tokenizer(data)
     inputs = find_inputs(data.paths, data.pattern, data.format, "--input")
     if shards := [input.file.name for input in inputs if input.format == "shards"]:
         raise UserError(f"{shards[0]} is tokenized already")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        total = _begin(output, _job(data, tokenizer, inputs, holdout, shard_tokens))
-        if is_folder(str(output)):
-            return json.loads((output / INDEX).read_text())["counts"]
-        with _Output(output, tokenizer, data, holdout, (shard_tokens, len(inputs))) as target:
-            _run(inputs, data, tokenizer, workers, target, total, show)
-            return target.finish()
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror or error}; the same command continues") from error
+    finished = is_folder(str(output))
+    # The processes load their tokenizers while this one loads its own, which takes a second or more.
+    with contextlib.nullcontext() if finished else _Pool(data, workers) as pool:
+        tokenizer = get_tokenizer(data)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            total = _begin(output, _job(data, tokenizer, inputs, holdout, shard_tokens))
+            if finished:
+                return json.loads((output / INDEX).read_text())["counts"]
+            with _Output(output, tokenizer, data, holdout, (shard_tokens, len(inputs))) as target:
+                _run(inputs, make_encoder(data, tokenizer), pool, target, total, show)
+                return target.finish()
+        except OSError as error:
+            raise UserError(f"cannot write {output}: {error.strerror or error}; the same command continues") from error
 
 
-def _run(inputs, data, tokenizer, workers, target, total, show) -> None:
+def _run(inputs, encoder, pool, target, total, show) -> None:
     skipped = sum(files.stamp(input.file)[0] for input in inputs[: target.place.input])
     files.METER.reset()
-    with _Pool(data, tokenizer, workers) as pool:
-        for number, batch, encoded in pool.encoded(_read(inputs, pool.encoder, target.bad, target.place)):
-            target.add(number, batch, encoded)
-            show(Progress(target.tokens, files.METER.bytes, skipped, total))
+    for number, batch, encoded in pool.encoded(_read(inputs, encoder, target.bad, target.place)):
+        target.add(number, batch, encoded)
+        show(Progress(target.tokens, files.METER.bytes, skipped, total))
 
 
 def _read(inputs: list[Input], encoder: Encoder, bad: BadRecords, place: _Place) -> Iterator[tuple[int, Batch]]:
@@ -242,11 +246,14 @@ def _name(number: int) -> str:
 class _Pool:
     """Processes that encode batches; what comes back keeps the order. Few batches are on their way at a time."""
 
-    def __init__(self, data: ml_collections.ConfigDict, tokenizer: Tokenizer, workers: int):
-        self.encoder, self._workers = make_encoder(data, tokenizer), workers
+    def __init__(self, data: ml_collections.ConfigDict, workers: int):
+        """Starts the processes."""
+        self._workers = workers
         self._pool = concurrent.futures.ProcessPoolExecutor(
             workers, multiprocessing.get_context("spawn"), _start_worker, (data.to_json_best_effort(), os.getpid())
         )
+        for _ in range(workers):  # each finds the others busy, and brings one more process
+            self._pool.submit(_encode, [])
 
     def __enter__(self) -> _Pool:
         return self
@@ -272,16 +279,20 @@ class _Pool:
         return number, batch._replace(waiting=[]), future.result()
 
 
-_encoder: Encoder | None = None  # of a worker
+_section: ml_collections.ConfigDict | None = None  # of a worker
 
 
 def _start_worker(data: str, parent: int) -> None:
-    global _encoder
+    global _section
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as processors
-    section = ml_collections.ConfigDict(json.loads(data))
-    _encoder = make_encoder(section, get_tokenizer(section))
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as processors
+    _section = ml_collections.ConfigDict(json.loads(data))
+
+
+@functools.cache
+def _encoder() -> Encoder:
+    return make_encoder(_section, get_tokenizer(_section))
 
 
 def _follow(parent: int) -> None:
@@ -292,4 +303,4 @@ def _follow(parent: int) -> None:
 
 
 def _encode(waiting: list[Waiting]) -> list[Encoded]:
-    return _encoder.encode(waiting)
+    return _encoder().encode(waiting)

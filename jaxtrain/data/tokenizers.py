@@ -108,19 +108,28 @@ class JsonTokenizer(_Loaded):
     """A tokenizer.json of the library `tokenizers`; the files beside it name BOS, EOS and the chat template."""
 
     def __init__(self, name: str, content: bytes, facts: _Facts, chosen: tuple[str, str]):
-        library = files.require("tokenizers", f"the tokenizer {name}")
+        self._library, self._content = files.require("tokenizers", f"the tokenizer {name}"), content
         try:
-            self._plain, self._special = (library.Tokenizer.from_buffer(content) for _ in range(2))
+            self._plain = self._opened()
+            vocabulary = json.loads(content)["model"]["vocab"]  # the library's own takes four times as long
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"data.tokenizer: {name} is no tokenizer.json: {error}") from error
-        for tokenizer in (self._plain, self._special):
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
         self._plain.encode_special_tokens = True
         added = self._plain.get_added_tokens_decoder()
-        self.vocab_size = max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
+        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *added]
+        self.vocab_size = max(ids, default=-1) + 1
         specials = {token.content: id for id, token in added.items() if token.special}
         super().__init__(name, content, facts, specials, chosen)
+
+    def _opened(self) -> Any:
+        tokenizer = self._library.Tokenizer.from_buffer(self._content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @functools.cached_property
+    def _special(self) -> Any:
+        return self._opened()
 
     def _find(self, token: str) -> int | None:
         return self._plain.token_to_id(token)

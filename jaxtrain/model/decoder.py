@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, final norm. Llama, Qwen, GPT-2, Gemma, and the mixtures of experts among them.
 
-One block's code serves all layers: `stack` runs it over their stacked weights. Where the first layers are dense and the others
-have experts, two such stacks follow each other.
+One block's code serves all layers: `parallel.layer_loop` runs it over their stacked parameters. Where the first layers are
+dense and the others have experts, two such stacks follow each other.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ from jaxtrain.model.attention.block import Attention, Cache, Layer, Rows
 from jaxtrain.model.attention.latent import LatentAttention
 from jaxtrain.model.dropout import dropout, fold
 from jaxtrain.model.dropout import keys as dropout_keys
+from jaxtrain.model.execution import Execution
 from jaxtrain.model.layers import Norm, gather_positions, own_positions, read, weight
 from jaxtrain.model.mlp import Mlp
 from jaxtrain.model.moe.layer import Moe
-from jaxtrain.model.moe.router import Routing, nothing
-from jaxtrain.model.products import Product
+from jaxtrain.model.moe.router import RouterSums, zero_sums
 from jaxtrain.model.softcap import capped
 from jaxtrain.model.vocabulary import Embedding, Head
-from jaxtrain.parallel import layer_loop as stack
-from jaxtrain.parallel.collectives import all_gather, index
-from jaxtrain.parallel.parameters import Weight, fetch, is_stored, places, ready, unread_weights
+from jaxtrain.parallel.collectives import all_gather, axis_index
+from jaxtrain.parallel.layer_loop import apply_layers
+from jaxtrain.parallel.layer_stack import LayerArguments, LayerStack, Part
+from jaxtrain.parallel.parameters import (
+    ComputeParameter,
+    all_gather_module,
+    all_gather_parameter,
+    is_sharded_parameter,
+    parameter_specs,
+    unread_weights,
+)
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.remat.policy import Remat, name, named
+from jaxtrain.remat.policy import name, named
 
 DropoutKey = tuple[int, jax.Array, jax.Array]  # seed, step, indices [B] of rows in the step's global batch
 STACKS = ("dense_blocks", "blocks")  # names of stacked weights
@@ -45,22 +53,15 @@ class Block(nnx.Module):
       reads: names of the submodules whose weights `add_attention` reads, and of those that `add_mlp` reads.
     """
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        layout: Layout,
-        backend: str,
-        product: Product,
-        exchange: tuple[float, int] | None,
-    ):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, has_experts: bool):
+        layout = execution.layout
         out_stddev = model.init_stddev / (math.sqrt(2 * model.num_layers) if model.init_scaled_outputs else 1.0)
         self.attention_norm = _norm(model, layout)
         self.mlp_norm = None if model.block == "parallel" else _norm(model, layout)
         attention = LatentAttention if model.attention == "mla" else Attention
-        self.attention = attention(rngs, model, layout, backend, out_stddev, product)
-        own = (rngs, model, layout, out_stddev, product)
-        self.mlp = Mlp(*own) if exchange is None else Moe(*own, exchange)
+        own = (rngs, model, execution, out_stddev)
+        self.attention = attention(*own)
+        self.mlp = Moe(*own) if has_experts else Mlp(*own)
         self.attention_post_norm = _norm(model, layout) if model.post_norms else None
         self.mlp_post_norm = _norm(model, layout) if model.post_norms else None
         self.model, self.layout = model, layout
@@ -84,7 +85,7 @@ class Block(nnx.Module):
             y = self._add(x, attended, self.attention_post_norm, fold(keys, RESIDUAL_SITES[0]))
         return (y, None if self.model.block == "sequential" else x), cache
 
-    def add_mlp(self, x: tuple, rows: Rows, keys: tuple | None) -> tuple[jax.Array, Routing | None]:
+    def add_mlp(self, x: tuple, rows: Rows, keys: tuple | None) -> tuple[jax.Array, RouterSums | None]:
         """The residual stream [B, t, D] after the block, and the sums of a router, if there is one.
 
         Args:
@@ -110,47 +111,46 @@ class Block(nnx.Module):
 
 
 class Final(NamedTuple):
-    """What the decoder gives out."""
+    """What the decoder gives out.
 
-    x: jax.Array  # final activations [B, t, D] in compute dtype
-    head: Weight  # [D, V], this device's part, to multiply them with
+    Attributes:
+      x: final activations [B, t, D] in compute dtype.
+      head: [D, V], this device's part, to multiply them with.
+      cache: of keys and values, where one was given.
+      gathered: nested dict of those gathered parameters that serve the whole step, like the parameters; None without any.
+      routing: `RouterSums` of this device over its layers with experts; () without.
+    """
+
+    x: jax.Array
+    head: ComputeParameter
     cache: Cache | None
-    fetched: Any  # of a nested dict like the weights, those that can be used again as ready ones; None if there are none
-    routing: Any  # `Routing` sums of this device, over its layers with experts; () without
+    gathered: Any
+    routing: Any
 
 
 class Decoder(nnx.Module):
     """The whole model. `hidden` gives final activations; the head is applied by the loss or by `logits`.
 
-    Outside the step its weights are arrays; inside, code of one device, they are `weights.Stored`.
+    Outside the step its parameters are arrays; inside, in the code of one device, they are `ShardedParameter`s.
     """
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        layout: Layout,
-        dtype: Any,
-        backend: str,
-        remat: Remat,
-        prefetch: str,
-        product: Product,
-        exchange: tuple[float, int] = (1.0, 1),
-    ):
-        def block(exchange):
-            return lambda rngs: Block(rngs, model, layout, backend, product, exchange)
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution):
+        layout, dtype = execution.layout, execution.dtype
+
+        def block(has_experts):
+            return lambda rngs: Block(rngs, model, execution, has_experts)
 
         self.embedder = Embedding(rngs, model, layout, dtype)
         if model.position == "learned":
             self.positions = PositionTable(rngs, model, layout)
         dense = model.dense_first_layers
         if dense:
-            self.dense_blocks = _stack(block(None), rngs, dense)
-        self.blocks = _stack(block(exchange if model.num_experts else None), rngs, model.num_layers - dense)
+            self.dense_blocks = _stacked(block(False), rngs, dense)
+        self.blocks = _stacked(block(bool(model.num_experts)), rngs, model.num_layers - dense)
         self.final_norm = _norm(model, layout)
         if not model.tie_embeddings:
             self.head = Head(rngs, model, layout, dtype)
-        self.model, self.layout, self.dtype, self.remat, self.prefetch = model, layout, dtype, remat, prefetch
+        self.model, self.layout, self.dtype, self.execution = model, layout, dtype, execution
 
     def hidden(
         self,
@@ -172,26 +172,26 @@ class Decoder(nnx.Module):
         x, table = self.embed(tokens, positions, dropout_key, start)
         shared = self.shared(segments, positions, dropout_key, start)
         x, shared = jax.lax.optimization_barrier((x, shared))  # angles are computed while embeddings are on their way
-        kept, caches, begin = {}, [], 0
+        gathered, caches, begin = {}, [], 0
         for name_of in self.stacks:
-            blocks, stored, layers = self.layers(name_of)
-            own_cache = jax.tree.map(lambda a, begin=begin, end=begin + blocks.count: a[begin:end], cache)
+            stack, parameters, layers = self.layers(name_of)
+            own_cache = jax.tree.map(lambda a, begin=begin, end=begin + stack.count: a[begin:end], cache)
+            arguments = LayerArguments(parameters, dataclasses.replace(layers, cache=own_cache), shared)
             last = name_of == self.stacks[-1]
-            layers = dataclasses.replace(layers, cache=own_cache)
-            x, after, own_cache, copies = stack.run(blocks, x, stored, self.after()[0] if last else {}, layers, shared)
-            kept, caches, begin = kept | {name_of: copies}, [*caches, own_cache], begin + blocks.count
+            x, outputs = apply_layers(stack, x, arguments, self.output_parameters()[0] if last else {})
+            gathered[name_of], begin = outputs.gathered, begin + stack.count
+            caches.append(outputs.of_blocks)
         cache = jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
-        (x, routing), (x_final, head) = x, self.final(x, after)
-        if copies is None:
-            kept = None
-        else:
-            own = {"embedder": {"table": head.value}} if self.model.tie_embeddings else {"head": {"kernel": head.value}}
-            kept |= own | ({} if table is None else {"positions": {"table": table.value}})
-        return Final(x_final, self.head_matrix(head), cache, kept, routing)
+        (x, routing), (x_final, head) = x, self.final(x, outputs.parameters)
+        if outputs.gathered is None:
+            return Final(x_final, self.head_matrix(head), cache, None, routing)
+        gathered |= {"embedder": {"table": head.value}} if self.model.tie_embeddings else {"head": {"kernel": head.value}}
+        gathered |= {} if table is None else {"positions": {"table": table.value}}
+        return Final(x_final, self.head_matrix(head), cache, gathered, routing)
 
     def embed(
         self, tokens: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
-    ) -> tuple[tuple[jax.Array, Any], Weight | None]:
+    ) -> tuple[tuple[jax.Array, Any], ComputeParameter | None]:
         """What goes into the blocks, and the table of positions if there is one. Arguments as of `hidden`.
 
         Through the blocks go activations [B, t, D] and the `Routing` sums of routers, () without experts.
@@ -201,11 +201,11 @@ class Decoder(nnx.Module):
         if model.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(model.embed_dim), self.dtype)
         if model.position == "learned":
-            table = ready(self.positions, layout, self.dtype).table
+            table = all_gather_module(self.positions, layout, self.dtype).table
             x = (x.astype(jnp.float32) + read(table)[self._own(positions)]).astype(self.dtype)
             table = table.get_value()
         keys = None if dropout_key is None else dropout_keys(*dropout_key, self._own(self._in_row(tokens.shape[1], start)))
-        routing = nothing(model.num_layers - model.dense_first_layers, model.num_experts) if model.num_experts else ()
+        routing = zero_sums(model.num_layers - model.dense_first_layers, model.num_experts) if model.num_experts else ()
         return (dropout(x, model.dropout_embedding, fold(keys, EMBEDDING_SITE)), routing), table
 
     def shared(
@@ -224,8 +224,8 @@ class Decoder(nnx.Module):
         """Names of the stacks of blocks, in order."""
         return STACKS if self.model.dense_first_layers else STACKS[1:]
 
-    def layers(self, name_of: str = "blocks") -> tuple[stack.Stack, Any, Layer]:
-        """A stack of blocks of this pipeline stage: how to run them, their weights, and their `Layer`s, stacked."""
+    def layers(self, name_of: str = "blocks") -> tuple[LayerStack, Any, Layer]:
+        """A stack of blocks of this pipeline stage: how to run them, their parameters, and their `Layer`s, stacked."""
         layout, (graph, variables) = self.layout, nnx.split(getattr(self, name_of))
         unread = unread_weights(variables)
         dense, count = self.model.dense_first_layers, self.model.num_layers
@@ -247,51 +247,50 @@ class Decoder(nnx.Module):
             return (x, sums if own is None else _add_layer(sums, own, layer.number - first)), None
 
         order = first + layout.layer_order(count)
-        numbers = jnp.asarray(order)[index(layout, "pipeline")]
-        blocks = stack.Stack(
-            tuple(map(stack.Part, (attention, mlp), getattr(self, name_of).reads)),
-            places(variables, layout, self.dtype),
-            self.after()[1] if name_of == "blocks" else {},
+        numbers = jnp.asarray(order)[axis_index(layout, "pipeline")]
+        stack = LayerStack(
+            tuple(map(Part, (attention, mlp), getattr(self, name_of).reads)),
+            parameter_specs(variables, layout, self.dtype),
+            self.output_parameters()[1] if name_of == "blocks" else {},
             order.shape[1] // layout.virtual_stages,
-            self.remat,
-            self.prefetch,
+            self.execution.remat,
+            self.execution.prefetch,
         )
         specs = layer_spec.layer_specs(self.model)
         windows, ropes = (jnp.asarray([getattr(spec, key) for spec in specs], jnp.int32) for key in ("window", "rope"))
-        return (
-            blocks,
-            nnx.to_pure_dict(variables),
-            Layer(numbers, windows[numbers], ropes[numbers] if len(layer_spec.ropes(self.model)) > 1 else None),
-        )
+        layers = Layer(numbers, windows[numbers], ropes[numbers] if len(layer_spec.ropes(self.model)) > 1 else None)
+        return stack, nnx.to_pure_dict(variables), layers
 
-    def after(self) -> tuple[dict, dict]:
-        """Weights that are used after the blocks, "norm" and "head", and their places."""
-        head, place = (self.embedder if self.model.tie_embeddings else self.head).head
+    def output_parameters(self) -> tuple[dict, dict]:
+        """The parameters that are used after the blocks, "norm" and "head", and their specs."""
+        head, spec = (self.embedder if self.model.tie_embeddings else self.head).head
         norm = nnx.split(self.final_norm)[1]
-        return {"norm": nnx.to_pure_dict(norm), "head": head}, {"norm": places(norm, self.layout, self.dtype), "head": place}
+        specs = {"norm": parameter_specs(norm, self.layout, self.dtype), "head": spec}
+        return {"norm": nnx.to_pure_dict(norm), "head": head}, specs
 
-    def final(self, x: Any, after: dict) -> tuple[jax.Array, Weight]:
-        """Final activations [B, t, D] and the head as it is stored, of what the blocks give and `after` as fetched."""
-        return nnx.merge(nnx.split(self.final_norm)[0], after["norm"])(x[0]), after["head"]
+    def final(self, x: Any, output_parameters: dict) -> tuple[jax.Array, ComputeParameter]:
+        """Final activations [B, t, D] and the head as it is stored, from what the blocks give and gathered parameters."""
+        return nnx.merge(nnx.split(self.final_norm)[0], output_parameters["norm"])(x[0]), output_parameters["head"]
 
-    def end(self, x: Any) -> tuple[jax.Array, Weight]:
-        """Final activations and the head as a matrix, of what the blocks give, where these run in their own way."""
-        x, head = self.final(x, jax.tree.map(fetch, *self.after(), is_leaf=is_stored))
+    def end(self, x: Any) -> tuple[jax.Array, ComputeParameter]:
+        """Final activations and the head as a matrix, from what the blocks give, where these run in their own way."""
+        gathered = jax.tree.map(all_gather_parameter, *self.output_parameters(), is_leaf=is_sharded_parameter)
+        x, head = self.final(x, gathered)
         return x, self.head_matrix(head)
 
-    def head_matrix(self, head: Weight) -> Weight:
+    def head_matrix(self, head: ComputeParameter) -> ComputeParameter:
         """The head as a matrix [D, V]."""
         return jax.tree.map(jnp.transpose, head) if self.model.tie_embeddings else head
 
     def _in_row(self, length, start):
         """[T]: places in the row of this device's positions."""
-        return start + self.layout.context.places(index(self.layout, "sequence"), jnp.arange(length), length)
+        return start + self.layout.context.row_positions(axis_index(self.layout, "sequence"), jnp.arange(length), length)
 
     def _own(self, x):
         """Of T positions, those this device has between blocks."""
         return own_positions(self.layout, x, x.ndim - 1) if self.layout.sequence_parallel else x
 
-    def logits(self, x: jax.Array, head: Weight) -> jax.Array:
+    def logits(self, x: jax.Array, head: ComputeParameter) -> jax.Array:
         """[B, t, D], [D, V] -> [B, T, V] float32, of this device's part of the vocabulary. Training never builds them."""
         x = gather_positions(self.layout, x)
         logits = jnp.einsum("BTD,DV->BTV", x, head.value, preferred_element_type=jnp.float32)
@@ -302,8 +301,8 @@ class PositionTable(nnx.Module):
     """Learned absolute positions (GPT-2): [max_len_tokens, D]."""
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
-        dims = ("position", "embed")
-        self.table = weight(rngs, (model.max_len_tokens, model.embed_dim), dims, model.init_stddev, layout.sequence_parallel)
+        sizes = {"position": model.max_len_tokens, "embed": model.embed_dim}
+        self.table = weight(rngs, sizes, model.init_stddev, layout.sequence_parallel)
 
 
 def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, length: int, dtype: Any) -> Cache:
@@ -312,12 +311,12 @@ def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, le
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.int32))
 
 
-def weight_places(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
-    """Nested dict like the weights', of `weights.Place`s; those of blocks are a layer's."""
-    return places(nnx.state(decoder, nnx.Param), layout, dtype)
+def decoder_specs(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
+    """Nested dict like the parameters of a decoder, of `ParameterSpec`s; those of blocks are a layer's."""
+    return parameter_specs(nnx.state(decoder, nnx.Param), layout, dtype)
 
 
-def _add_layer(sums: Routing, own: Routing, layer: jax.Array) -> Routing:
+def _add_layer(sums: RouterSums, own: RouterSums, layer: jax.Array) -> RouterSums:
     """Sums with those of one layer: tables [L, E] get its row."""
     return jax.tree.map(lambda a, b: a.at[layer].set(b) if a.ndim else a + b, sums, own)
 
@@ -326,7 +325,7 @@ def _norm(model: ml_collections.ConfigDict, layout: Layout) -> Norm:
     return Norm(model.embed_dim, model.norm, model.norm_eps, model.norm_unit_offset, layout.sequence_parallel, model.norm_bias)
 
 
-def _stack(make, rngs: nnx.Rngs, count: int):
+def _stacked(make, rngs: nnx.Rngs, count: int):
     """`count` modules with their weights stacked on a new leading dimension."""
 
     @nnx.split_rngs(splits=count)

@@ -21,13 +21,12 @@ import ml_collections
 from flax import nnx
 
 from jaxtrain.config import ConfigError
-from jaxtrain.model import products
 from jaxtrain.model.decoder import STACKS, Decoder
+from jaxtrain.model.execution import Execution
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.parallel.head_layout import head_layout
 from jaxtrain.parallel.parameters import MATRICES
 from jaxtrain.parallel.sharding import Dims, Layout
-from jaxtrain.remat.policy import Remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +154,6 @@ def _of_json(model: str, frozen: tuple[str, ...]) -> Inventory:
     layout = Layout(mesh, 0, False, head_layout(section.num_heads, section.num_kv_heads, 1))
 
     def make():
-        return Decoder(nnx.Rngs(0), section, layout, jnp.float32, "reference", Remat(), "off", products.make("compute"))
+        return Decoder(nnx.Rngs(0), section, Execution(layout))
 
     return of_decoder(nnx.eval_shape(make), frozen)

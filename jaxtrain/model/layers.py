@@ -8,69 +8,70 @@ split over `tensor` too under sequence parallelism (Korthikanti et al. 2022): t 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.model.products import Product, peaks, plain
-from jaxtrain.parallel.collective_matmul import gather_product, product_scatter
-from jaxtrain.parallel.collectives import all_gather, index, psum, reduce_scatter
-from jaxtrain.parallel.parameters import Pair, Weight
-from jaxtrain.parallel.sharding import Dims, Layout
+from jaxtrain.model.execution import Execution
+from jaxtrain.model.matmul_precision import Matmul, peaks
+from jaxtrain.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from jaxtrain.parallel.collectives import all_gather, axis_index, psum, reduce_scatter
+from jaxtrain.parallel.parameters import ComputeParameter, DeferredGradient
+from jaxtrain.parallel.sharding import Layout
 
 
 def weight(
     rngs: nnx.Rngs,
-    shape: Sequence[int],
-    dims: Dims,
+    sizes: dict[str, int],
     stddev: float,
     split_inputs: bool = False,
-    row: bool = False,
+    row_parallel: bool = False,
     dtype: str | None = None,
 ) -> nnx.Param:
     """A float32 matrix, normal with `stddev`, that knows the names of its dimensions.
 
-    split_inputs, row: see `weights.Place`. dtype: in which it is used, if not in the compute dtype.
+    Args:
+      sizes: its dimensions in order, names of `sharding.WEIGHT_RULES` with lengths.
+      split_inputs, row_parallel: see `parameters.ParameterSpec`.
+      dtype: in which it is used, if not in the compute dtype.
     """
-    if len(shape) != len(dims):
-        raise ValueError(f"shape {tuple(shape)} and dimension names {dims} differ in rank")
-    normal = jax.random.normal(rngs.params(), tuple(shape), jnp.float32)
-    return nnx.Param(stddev * normal, dims=dims, split_inputs=split_inputs, row=row, used_in=dtype)
+    normal = jax.random.normal(rngs.params(), tuple(sizes.values()), jnp.float32)
+    return nnx.Param(stddev * normal, dims=tuple(sizes), split_inputs=split_inputs, row_parallel=row_parallel, used_in=dtype)
 
 
-def vector(shape: Sequence[int], dims: Dims, value: float, split_inputs: bool = False, counted: bool = True) -> nnx.Param:
+def vector(sizes: dict[str, int], value: float = 0.0, split_inputs: bool = False, counted: bool = True) -> nnx.Param:
     """A float32 norm scale or bias of constant value.
 
-    split_inputs: see `weights.Place`. counted: see `inventory.Parameter`.
+    Args:
+      sizes: see `weight`.
+      split_inputs: see `parameters.ParameterSpec`.
+      counted: see `inventory.Parameter`.
     """
-    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), dims=dims, split_inputs=split_inputs, counted=counted)
+    array = jnp.full(tuple(sizes.values()), value, jnp.float32)
+    return nnx.Param(array, dims=tuple(sizes), split_inputs=split_inputs, counted=counted)
 
 
 class Linear(nnx.Module):
-    """A matrix and perhaps a bias, for `columns` or `row`. The dims name their places on the mesh.
+    """A matrix and perhaps a bias, for `column_parallel`, `row_parallel` or `replicated_linear`.
 
-    The embed dimension comes first, for input and output matrices alike: it is the one split over `fsdp`, and collectives
-    along a dimension that is not the first cost transposed copies of all layers on GPUs.
+    The embed dimension comes first, for input and output matrices alike: it is the one that is split over `fsdp`, and
+    collectives along a dimension that is not the first cost transposed copies of all layers on GPUs.
     """
 
     def __init__(
         self,
         rngs: nnx.Rngs,
-        shape: Sequence[int],
-        dims: Dims,
+        sizes: dict[str, int],
         stddev: float,
-        layout: Layout,
-        bias: tuple[Sequence[int], Dims] | None = None,
-        bias_split: bool = False,
-        product: Product = plain,
-        row: bool = False,
+        execution: Execution,
+        bias: nnx.Param | None = None,
+        row_parallel: bool = False,
         split_inputs: bool = False,
     ):
-        self.kernel = weight(rngs, shape, dims, stddev, split_inputs, row)
-        self.bias = vector(*bias, 0.0, bias_split) if bias else None
-        self.layout, self.product = layout, product
+        self.kernel = weight(rngs, sizes, stddev, split_inputs, row_parallel)
+        self.bias = bias
+        self.layout, self.matmul = execution.layout, execution.matmul
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y + bias, added (and the bias gradient summed) in float32; y itself without a bias."""
@@ -87,8 +88,8 @@ class Norm(nnx.Module):
 
     def __init__(self, width: int, kind: str, eps: float, unit_offset: bool, split: bool, bias: bool = True):
         self.kind, self.eps, self.unit_offset = kind, eps, unit_offset
-        self.scale = vector((width,), ("vector",), 0.0 if unit_offset else 1.0, split)
-        self.bias = vector((width,), ("vector",), 0.0, split) if kind == "layernorm" and bias else None
+        self.scale = vector({"vector": width}, 0.0 if unit_offset else 1.0, split)
+        self.bias = vector({"vector": width}, 0.0, split) if kind == "layernorm" and bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] in any float dtype -> the same shape and dtype."""
@@ -108,14 +109,14 @@ def read(param: nnx.Param) -> jax.Array:
 
 
 @jax.custom_vjp
-def _read(weight: Weight) -> jax.Array:
+def _read(weight: ComputeParameter) -> jax.Array:
     return weight.value.astype(jnp.float32)
 
 
-_read.defvjp(lambda weight: (_read(weight), weight), lambda weight, g: (weight.gradient(g),))
+_read.defvjp(lambda weight: (_read(weight), weight), lambda weight, g: (weight.cotangent(g),))
 
 
-def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
+def column_parallel(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
     """Column-parallel products of one input: [B, t, D] -> per linear [B, T, ...] with this device's heads or mlp part.
 
     Forward: positions are gathered over `tensor` (sequence parallel) or are whole. Backward: the input's gradient is
@@ -123,117 +124,122 @@ def columns(x: jax.Array, equation: str, *linears: Linear) -> list[jax.Array]:
     Weight gradients leave their product in float32.
     """
     weights = [linear.kernel.get_value() for linear in linears]
-    outputs = _columns(x, weights, equation, linears[0].layout, linears[0].product)
+    outputs = _column_parallel(x, weights, equation, linears[0].layout, linears[0].matmul)
     return [linear.add_bias(y) for linear, y in zip(linears, outputs, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _columns(x, weights, equation, layout, product):
+def _column_parallel(x, weights, equation, layout, matmul):
     def multiply(x):
-        return [product(equation, x, w.value, x.dtype) for w in weights]
+        return [matmul(equation, x, w.value, x.dtype) for w in weights]
 
-    return gather_product(layout, x, multiply)[0] if layout.collective_matmul else multiply(gather_positions(layout, x))
-
-
-def _columns_forward(x, weights, equation, layout, product):
-    return _columns(x, weights, equation, layout, product), (x, weights)
+    return all_gather_matmul(layout, x, multiply)[0] if layout.collective_matmul else multiply(gather_positions(layout, x))
 
 
-def _columns_backward(equation, layout, product, residuals, gs):
+def _column_parallel_forward(x, weights, equation, layout, matmul):
+    return _column_parallel(x, weights, equation, layout, matmul), (x, weights)
+
+
+def _column_parallel_backward(equation, layout, matmul, residuals, gs):
     x, weights = residuals
-    back, weigh = _transposed(equation)
+    input_equation, weight_equation = _transposed(equation)
 
     def multiply(*gs):
-        return sum(product(back, g, w.value, jnp.float32, gradient=0) for g, w in zip(gs, weights, strict=True)).astype(x.dtype)
+        parts = (matmul(input_equation, g, w.value, jnp.float32, gradient=0) for g, w in zip(gs, weights, strict=True))
+        return sum(parts).astype(x.dtype)
 
     if layout.collective_matmul:
-        dx, x = product_scatter(layout, multiply, gs, beside=x)
+        dx, x = matmul_reduce_scatter(layout, multiply, gs, beside=x)
     else:
         dx = scatter_positions(layout, multiply(*gs))
-        if any(w.later for w in weights):
-            return dx, [w.gradient(Pair(x, g)) for g, w in zip(gs, weights, strict=True)]
+        if any(w.defers_gradient for w in weights):
+            return dx, [w.cotangent(DeferredGradient(x, g)) for g, w in zip(gs, weights, strict=True)]
         x = gather_positions(layout, x)
-    grads = [product(weigh, x, g, jnp.float32, gradient=1) for g in gs]
-    return dx, [w.gradient(g) for g, w in zip(grads, weights, strict=True)]
+    grads = [matmul(weight_equation, x, g, jnp.float32, gradient=1) for g in gs]
+    return dx, [w.cotangent(g) for g, w in zip(grads, weights, strict=True)]
 
 
-_columns.defvjp(_columns_forward, _columns_backward)
+_column_parallel.defvjp(_column_parallel_forward, _column_parallel_backward)
 
 
-def own(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
+def replicated_linear(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
     """A product of this device's own positions with a matrix that is whole on each device of `tensor`; no collective."""
-    return linear.add_bias(_own(x, linear.kernel.get_value(), equation, linear.product))
+    return linear.add_bias(_replicated_linear(x, linear.kernel.get_value(), equation, linear.matmul))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _own(x, weight, equation, product):
-    return product(equation, x, weight.value, x.dtype)
+def _replicated_linear(x, weight, equation, matmul):
+    return matmul(equation, x, weight.value, x.dtype)
 
 
-def _own_backward(equation, product, residuals, g):
+def _replicated_linear_backward(equation, matmul, residuals, g):
     x, weight = residuals
-    back, weigh = _transposed(equation)
-    dx = product(back, g, weight.value, x.dtype, gradient=0)
-    return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1))
+    input_equation, weight_equation = _transposed(equation)
+    dx = matmul(input_equation, g, weight.value, x.dtype, gradient=0)
+    return dx, weight.cotangent(matmul(weight_equation, x, g, jnp.float32, gradient=1))
 
 
-_own.defvjp(lambda x, weight, equation, product: (_own(x, weight, equation, product), (x, weight)), _own_backward)
+_replicated_linear.defvjp(
+    lambda x, weight, equation, matmul: (_replicated_linear(x, weight, equation, matmul), (x, weight)),
+    _replicated_linear_backward,
+)
 
 
-def row(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
+def row_parallel(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
     """Row-parallel product: this device's heads or mlp part [B, T, ...] -> the sum over `tensor` [B, t, D].
 
     Forward: the sum is scattered to positions (sequence parallel) or whole. Backward: the gradient's positions are gathered.
     """
-    return linear.add_bias(_row(x, linear.kernel.get_value(), equation, linear.layout, linear.product))
+    return linear.add_bias(_row_parallel(x, linear.kernel.get_value(), equation, linear.layout, linear.matmul))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _row(x, weight, equation, layout, product):
-    x_peak, w_peak = peaks(product, layout, (x, 2), (weight.value, 1))
+def _row_parallel(x, weight, equation, layout, matmul):
+    x_peak, w_peak = peaks(matmul, layout, (x, 2), (weight.value, 1))
     sources = [x] if x_peak is None else [x, x_peak]
 
     def multiply(x, x_peak=None):
-        return product(equation, x, weight.value, x.dtype, peaks=(x_peak, w_peak))
+        return matmul(equation, x, weight.value, x.dtype, peaks=(x_peak, w_peak))
 
     if layout.collective_matmul:
-        return product_scatter(layout, multiply, sources)[0]
+        return matmul_reduce_scatter(layout, multiply, sources)[0]
     return scatter_positions(layout, multiply(*sources))
 
 
-def _row_forward(x, weight, equation, layout, product):
-    return _row(x, weight, equation, layout, product), (x, weight)
+def _row_parallel_forward(x, weight, equation, layout, matmul):
+    return _row_parallel(x, weight, equation, layout, matmul), (x, weight)
 
 
-def _row_backward(equation, layout, product, residuals, g):
+def _row_parallel_backward(equation, layout, matmul, residuals, g):
     x, weight = residuals
-    back, weigh = _transposed(equation)
+    input_equation, weight_equation = _transposed(equation)
 
-    x_peak, w_peak = peaks(product, layout, (x, 2), (weight.value, 1))
+    x_peak, w_peak = peaks(matmul, layout, (x, 2), (weight.value, 1))
 
     def multiply(g):
-        return [product(back, g, weight.value, g.dtype, gradient=0, peaks=(None, w_peak))]
+        return [matmul(input_equation, g, weight.value, g.dtype, gradient=0, peaks=(None, w_peak))]
 
     if layout.collective_matmul:
-        [dx], g = gather_product(layout, g, multiply, whole=True)
+        [dx], g = all_gather_matmul(layout, g, multiply, whole=True)
     else:
         between, g = g, gather_positions(layout, g)
         [dx] = multiply(g)
-        if weight.later:
-            return dx, weight.gradient(Pair(x, between))
-    return dx, weight.gradient(product(weigh, x, g, jnp.float32, gradient=1, peaks=(x_peak, None)))
+        if weight.defers_gradient:
+            return dx, weight.cotangent(DeferredGradient(x, between))
+    return dx, weight.cotangent(matmul(weight_equation, x, g, jnp.float32, gradient=1, peaks=(x_peak, None)))
 
 
-_row.defvjp(_row_forward, _row_backward)
+_row_parallel.defvjp(_row_parallel_forward, _row_parallel_backward)
 
 
-def multiply_pair(pair: Pair, row: bool, layout: Layout, product: Product) -> jax.Array:
-    """The float32 gradient [D, ...] of a `Linear`'s kernel, left for later by the backward of `columns` or `row`."""
-    x, g = (pair.x, gather_positions(layout, pair.g)) if row else (gather_positions(layout, pair.x), pair.g)
-    wide = "BT" + "NH"[: (x if row else g).ndim - 2]
-    equation = f"{wide},BTD->D{wide[2:]}" if row else f"BTD,{wide}->D{wide[2:]}"
-    x_peak = peaks(product, layout, (x, 2))[0] if row else None
-    return product(equation, x, g, jnp.float32, gradient=1, peaks=(x_peak, None))
+def multiply_deferred(deferred: DeferredGradient, row_parallel: bool, layout: Layout, matmul: Matmul) -> jax.Array:
+    """The float32 gradient [D, ...] of a `Linear`'s kernel that a `column_parallel` or `row_parallel` backward has deferred."""
+    x, g = deferred.x, deferred.g
+    x, g = (x, gather_positions(layout, g)) if row_parallel else (gather_positions(layout, x), g)
+    wide = "BT" + "NH"[: (x if row_parallel else g).ndim - 2]
+    equation = f"{wide},BTD->D{wide[2:]}" if row_parallel else f"BTD,{wide}->D{wide[2:]}"
+    x_peak = peaks(matmul, layout, (x, 2))[0] if row_parallel else None
+    return matmul(equation, x, g, jnp.float32, gradient=1, peaks=(x_peak, None))
 
 
 def _transposed(equation: str) -> tuple[str, str]:
@@ -256,7 +262,7 @@ def scatter_positions(layout: Layout, x: jax.Array) -> jax.Array:
 def own_positions(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     """Of T positions along `dim`, the t that this device has between blocks under sequence parallelism."""
     count = x.shape[dim] // layout.size("tensor")
-    return jax.lax.dynamic_slice_in_dim(x, index(layout, "tensor") * count, count, dim)
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(layout, "tensor") * count, count, dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -292,7 +298,7 @@ def shared_by_replicas(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _shared_by_replicas_backward(layout, _, g):
-    heads, device = layout.heads, index(layout, "tensor")
+    heads, device = layout.heads, axis_index(layout, "tensor")
     mine = device // heads.repeat
     of_all = jnp.zeros((*g.shape[:2], heads.kv_heads, g.shape[3]), jnp.float32)
     of_all = psum(layout, jax.lax.dynamic_update_slice_in_dim(of_all, g.astype(jnp.float32), mine, 2), "tensor")

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jaxtrain.model.layers import gather_positions, scatter_positions
 from jaxtrain.model.softcap import capped
-from jaxtrain.parallel.collectives import place, pmax, psum
-from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.collectives import pmax, psum, shard_index
+from jaxtrain.parallel.parameters import ComputeParameter
 from jaxtrain.parallel.scopes import LOSS
 from jaxtrain.parallel.sharding import VOCAB_AXES, Layout
 
@@ -50,7 +50,7 @@ class LossSettings:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(x: jax.Array, head: Weight, targets: jax.Array, layout: Layout, settings: LossSettings) -> LossSums:
+def cross_entropy(x: jax.Array, head: ComputeParameter, targets: jax.Array, layout: Layout, settings: LossSettings) -> LossSums:
     """This device's loss sums of final activations against the head.
 
     Args:
@@ -71,7 +71,7 @@ def _forward(x, head, targets, layout, settings):
 @jax.named_scope(LOSS)
 def _backward(layout, settings, residuals, g):
     head, dx, dhead = residuals
-    return (dx * g.objective).astype(dx.dtype), head.gradient(None if dhead is None else dhead * g.objective), None
+    return (dx * g.objective).astype(dx.dtype), head.cotangent(None if dhead is None else dhead * g.objective), None
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -106,7 +106,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
     zero = jnp.zeros((), jnp.float32)
     by_source = jnp.zeros((sources, 2), jnp.float32) if sources else ()
-    dhead = jnp.zeros(matrix.shape, jnp.float32) if with_gradients and head.slot is not None else None
+    dhead = jnp.zeros(matrix.shape, jnp.float32) if with_gradients and head.gradient_buffer is not None else None
     (objective, nll, dhead, by_source), dx = jax.lax.scan(one, (zero, zero, dhead, by_source), (xs, ys))
     sums = LossSums(objective, nll, jnp.sum(targets != IGNORE).astype(jnp.float32), sources=by_source)
     if not with_gradients:
@@ -118,7 +118,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 def _chunk(x, y, matrix, layout, settings):
     """Objective sum and cross-entropy of each token of one chunk [c, D], and d objective / d logits [c, V] in float32."""
     logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap, settings.scale)
-    ids = place(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
+    ids = shard_index(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size
     top = jnp.where(real, logits, -jnp.inf).max(-1)
     # A shard may hold nothing but padding: the largest logit over all shards is finite all the same.

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.model.layers import Linear, columns, row
-from jaxtrain.model.products import Product
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.model.execution import Execution
+from jaxtrain.model.layers import Linear, column_parallel, row_parallel, vector
 from jaxtrain.remat.policy import named
 
 FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -48,26 +47,26 @@ class Mlp(nnx.Module):
         self,
         rngs: nnx.Rngs,
         model: ml_collections.ConfigDict,
-        layout: Layout,
+        execution: Execution,
         out_stddev: float,
-        product: Product,
         width: int = 0,
     ):
         d, f = model.embed_dim, width or model.mlp_dim
-        bias = ((f,), ("mlp",)) if model.mlp_bias else None
-        into = functools.partial(Linear, rngs, (d, f), ("embed", "mlp"), model.init_stddev, layout, bias, product=product)
+
+        def into():
+            bias = vector({"mlp": f}) if model.mlp_bias else None
+            return Linear(rngs, {"embed": d, "mlp": f}, model.init_stddev, execution, bias)
+
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
-        bias = ((d,), ("vector",)) if model.mlp_bias else None
-        self.down = Linear(
-            rngs, (d, f), ("embed", "mlp"), out_stddev, layout, bias, layout.sequence_parallel, product, row=True
-        )
+        bias = vector({"vector": d}, 0.0, execution.layout.sequence_parallel) if model.mlp_bias else None
+        self.down = Linear(rngs, {"embed": d, "mlp": f}, out_stddev, execution, bias, row_parallel=True)
         self.activation = Activation(model.mlp, model.swiglu_limit)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, t, D] -> [B, t, D]."""
         into = (self.up,) if self.gate is None else (self.gate, self.up)
-        products = named("mlp_hidden", columns, x, "BTD,DF->BTF", *into)
+        hidden = named("mlp_hidden", column_parallel, x, "BTD,DF->BTF", *into)
         with jax.named_scope("mlp_activation"):
-            hidden = self.activation(products)
-        return named("mlp_out", row, hidden, "BTF,DF->BTD", self.down)
+            hidden = self.activation(hidden)
+        return named("mlp_out", row_parallel, hidden, "BTF,DF->BTD", self.down)

@@ -14,13 +14,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.parallel.collectives import index, permute
+from jaxtrain.parallel.collectives import axis_index, permute
 from jaxtrain.parallel.sharding import Layout
 
 AXIS = "tensor"
 
 
-def gather_product(
+def all_gather_matmul(
     layout: Layout, x: jax.Array, product: Callable[[jax.Array], list[jax.Array]], whole: bool = False
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """`product` of x gathered over positions.
@@ -32,7 +32,7 @@ def gather_product(
     Returns:
       the products [B, T, ...], and x [B, T, ...] or None.
     """
-    ways, length, own = layout.size(AXIS), x.shape[1], index(layout, AXIS)
+    ways, length, own = layout.size(AXIS), x.shape[1], axis_index(layout, AXIS)
     outputs, gathered, passing = None, None, x
     for step in range(ways):
         held, source = passing, (own - step) % ways  # whose positions these are
@@ -47,7 +47,7 @@ def gather_product(
     return outputs, gathered
 
 
-def product_scatter(
+def matmul_reduce_scatter(
     layout: Layout, product: Callable[..., jax.Array], sources: list[jax.Array], beside: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """The sum over `tensor` of a product, of which each device keeps its positions.
@@ -60,7 +60,7 @@ def product_scatter(
     Returns:
       [B, t, ...], and `beside` gathered [B, T, ...] or None.
     """
-    ways, own = layout.size(AXIS), index(layout, AXIS)
+    ways, own = layout.size(AXIS), axis_index(layout, AXIS)
     length = sources[0].shape[1] // ways
     total, gathered = None, None if beside is None else _empty(beside, length * ways)
     for step in range(ways):

@@ -63,18 +63,18 @@ def permute(layout: Layout, x: Any, axis: str, by: int) -> Any:
 
 def broadcast(layout: Layout, x: jax.Array, axis: str, source: int) -> jax.Array:
     """The array, or tree of them, of one device along an axis, on each of them."""
-    mine = index(layout, axis) == source
+    mine = axis_index(layout, axis) == source
     return psum(layout, jax.tree.map(lambda a: jnp.where(mine, a, jnp.zeros_like(a)), x), axis)
 
 
-def index(layout: Layout, axis: str) -> jax.Array | int:
+def axis_index(layout: Layout, axis: str) -> jax.Array | int:
     """This device's place along an axis."""
     return jax.lax.axis_index(axis) if layout.size(axis) > 1 else 0
 
 
-def place(layout: Layout, dim: str) -> jax.Array | int:
+def shard_index(layout: Layout, dim: str) -> jax.Array | int:
     """Which part of an activation's dimension this device has, counted from 0 in the order that shards are laid out."""
     number = 0
     for axis in ACTIVATION_RULES[dim]:
-        number = number * layout.size(axis) + index(layout, axis)
+        number = number * layout.size(axis) + axis_index(layout, axis)
     return number

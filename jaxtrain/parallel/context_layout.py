@@ -40,7 +40,7 @@ class Context:
         """Groups of the ring; with all_gather the devices."""
         return self.devices // self.group
 
-    def places(self, device: Any, offsets: Any, length: int) -> Any:
+    def row_positions(self, device: Any, offsets: Any, length: int) -> Any:
         """Places in the row of a device's positions.
 
         Args:
@@ -58,7 +58,7 @@ class Context:
     def order(self, seq_len: int) -> np.ndarray:
         """[S] the place in the row of each position, in the order in which devices hold them: row[order] is what they get."""
         length = seq_len // self.devices
-        return np.concatenate([self.places(device, np.arange(length), length) for device in range(self.devices)])
+        return np.concatenate([self.row_positions(device, np.arange(length), length) for device in range(self.devices)])
 
     def chunks(self) -> np.ndarray:
         """[2 R] numbers of the chunks of a row in zig-zag order, in the order in which devices hold them."""

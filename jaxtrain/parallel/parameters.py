@@ -1,16 +1,18 @@
-"""A weight inside the step: how a device gets the part it multiplies with, and where its gradient goes.
+"""A parameter inside the step: how a device gets the part that it multiplies with, and where its gradient goes.
 
-A `Stored` weight is the float32 master, perhaps sharded. `Place.fetch` makes of it the `Weight` that products take; where
-working weights are not sharded (ZeRO-1, ZeRO-2) that is done once per step and kept. `Place.give` brings its float32
-gradient to the placement its sum is kept in. `parallel.layer_loop` does both for the blocks, layer by layer and ahead of
-time, and for what comes after them; `ready` for the other modules.
+A `ShardedParameter` is the float32 master, perhaps sharded. `ParameterSpec.all_gather` makes of it the `ComputeParameter` that
+matrix products take. Where working parameters are not sharded (ZeRO-1, ZeRO-2), that is done once per step and kept.
+`ParameterSpec.reduce_gradient` brings its float32 gradient to the placement in which gradients are accumulated.
+`parallel.layer_loop` does both for the blocks, layer by layer and ahead of time, and for what comes after them;
+`all_gather_module` does it for the other modules.
 
-Gradients do not return as the cotangent of a value, whose dtype they would have to share, but as that of a `slot`: zeros that
-nobody reads, in the gradient's own shape and dtype.
+A gradient does not return as the cotangent of a parameter's value, whose dtype it would have to share. It returns as the
+cotangent of a `gradient_buffer`: zeros that nobody reads, in the gradient's own shape and dtype.
 
-Sums over devices that a stage can put off (DDP's no_sync: Li et al. 2020, section 3.2.4) are made once per step, in the
-backward of its last microbatch, weight by weight, so that the rest of that backward hides them. Those of vectors (norm
-scales, biases) are too small to be sent one by one and are all made together at the end of the step (`Place.finish`).
+Some sums over devices can wait for the last microbatch of a step (DDP's no_sync: Li et al. 2020, section 3.2.4). They are made
+in the backward of that microbatch, parameter by parameter, so that the rest of the backward hides them. The sums of vectors
+(norm scales, biases) are too small to be sent one by one: they are made together at the end of the step
+(`ParameterSpec.reduce_vector_gradient`).
 """
 
 from __future__ import annotations
@@ -23,35 +25,44 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.parallel.collectives import all_gather, index, psum, reduce_scatter
+from jaxtrain.parallel.collectives import all_gather, axis_index, psum, reduce_scatter
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import TOKEN_AXES, Dims, Layout
 
-MATRICES = ("kernel", "table")  # leaf names of weights that multiply; scales and biases are vectors whatever their rank
+MATRICES = ("kernel", "table")  # leaf names of parameters that multiply; scales and biases are vectors whatever their rank
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A weight as the step holds it, perhaps of all layers. `slot` is None when no gradient is wanted."""
+class ShardedParameter:
+    """A parameter as the step holds it, of one layer or of all layers.
 
-    value: jax.Array  # storage placement, or what products take
-    slot: jax.Array | None = None  # float32 zeros; its gradient is the weight's
-    earlier: jax.Array | None = None  # float32 sum over earlier microbatches, gradient placement, to be added
-    last: bool = dataclasses.field(default=True, metadata={"static": True})  # sum over all devices; else what cannot wait
-    ready: bool = dataclasses.field(default=False, metadata={"static": True})  # `value` is what products take
+    Attributes:
+      value: the float32 master in storage placement; with `is_gathered`, what matrix products take.
+      gradient_buffer: float32 zeros whose cotangent is the gradient; None for a frozen parameter, or where none is wanted.
+      accumulated: float32 gradients of earlier microbatches in gradient placement, to which the gradient is added; or None.
+      is_last_microbatch: the gradient is summed over all devices; else only what cannot wait is summed.
+      is_gathered: nothing is left to gather.
+    """
 
-    def gradient(self, slot: jax.Array | None) -> Stored:
-        """The cotangent of this leaf when that of its slot is `slot`; frozen weights have none."""
-        return dataclasses.replace(self, value=None, slot=None if self.slot is None else slot, earlier=None)
+    value: jax.Array
+    gradient_buffer: jax.Array | None = None
+    accumulated: jax.Array | None = None
+    is_last_microbatch: bool = dataclasses.field(default=True, metadata={"static": True})
+    is_gathered: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def cotangent(self, gradient: jax.Array | None) -> ShardedParameter:
+        """The cotangent of this node with a gradient in its buffer; a frozen parameter has none."""
+        gradient = None if self.gradient_buffer is None else gradient
+        return dataclasses.replace(self, value=None, gradient_buffer=gradient, accumulated=None)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """What a weight's gradient is the product of, to be multiplied later: input of its product, and gradient of the result.
+class DeferredGradient:
+    """A matrix's gradient that is multiplied later: the input x of its product, and the gradient g of the product's result.
 
-    The one that lies between blocks is [B, t, D], the other is [B, T, ...].
+    The one of the two that lies between blocks is [B, t, D]; the other is [B, T, ...].
     """
 
     x: jax.Array
@@ -60,38 +71,60 @@ class Pair:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """A weight as products take it: this device's part, in the dtype it is used in."""
+class ComputeParameter:
+    """A parameter as matrix products take it: this device's part, in the dtype in which it is used.
+
+    Attributes:
+      gradient_buffer: float32 zeros like `value` whose cotangent is the gradient; or room for a `DeferredGradient`; or None.
+    """
 
     value: jax.Array
-    slot: jax.Array | Pair | None = None  # float32 zeros like `value`; its gradient is the weight's, or a `Pair` for it
+    gradient_buffer: jax.Array | DeferredGradient | None = None
 
-    def gradient(self, slot: jax.Array | Pair) -> Weight:
-        """The cotangent of this leaf when that of its slot is `slot`; frozen weights have none."""
-        return Weight(None, None if self.slot is None else slot)
+    def cotangent(self, gradient: jax.Array | DeferredGradient | None) -> ComputeParameter:
+        """The cotangent of this node with a gradient in its buffer; a frozen parameter has none."""
+        return ComputeParameter(None, None if self.gradient_buffer is None else gradient)
 
     @property
-    def later(self) -> bool:
+    def defers_gradient(self) -> bool:
         """Whether the gradient is multiplied later."""
-        return isinstance(self.slot, Pair)
+        return isinstance(self.gradient_buffer, DeferredGradient)
 
 
-def is_stored(x: Any) -> bool:
-    """Whether a node of a tree is a `Stored`."""
-    return isinstance(x, Stored)
+def sharded_parameters(
+    values: Any, buffers: Any = None, accumulated: Any = None, is_last_microbatch: bool = True, is_gathered: Any = None
+) -> Any:
+    """Nested dict of `ShardedParameter`s, from nested dicts of their attributes; without `buffers`, for no gradients."""
+    nothing = jax.tree.map(lambda _: None, values)
+    is_gathered = is_gathered or jax.tree.map(lambda _: False, values)
+
+    def one(value, buffer, accumulated, is_gathered):
+        return ShardedParameter(value, buffer, accumulated, is_last_microbatch, is_gathered)
+
+    return jax.tree.map(one, values, buffers or nothing, accumulated or nothing, is_gathered)
+
+
+def is_sharded_parameter(x: Any) -> bool:
+    """Whether a node of a tree is a `ShardedParameter`."""
+    return isinstance(x, ShardedParameter)
+
+
+def is_compute_parameter(x: Any) -> bool:
+    """Whether a node of a tree is a `ComputeParameter`."""
+    return isinstance(x, ComputeParameter)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a weight is and goes. Static.
+class ParameterSpec:
+    """How a parameter is sharded, gathered and reduced. Static.
 
     Attributes:
-      dims: names of its dimensions, as stored, without the layers.
+      dims: names of its dimensions as stored, without that of the layers.
       dtype: in which it is used, and gathered.
-      matrix: it multiplies activations; else a vector, a scale or bias.
-      split_inputs: it sees different inputs on the devices of `tensor` although it is whole there (a norm scale under
-        sequence parallelism, a scale on heads), so that its gradient must be summed over them.
-      row: its product is row-parallel: it is the result that lies between blocks, not the input.
+      matrix: it multiplies activations; else it is a vector, a scale or a bias.
+      split_inputs: the devices of `tensor` have it whole but use it on different inputs (a norm scale under sequence
+        parallelism, a scale on heads), so its gradient must be summed over them.
+      row_parallel: its product is row-parallel: the product's result lies between blocks, not its input.
     """
 
     layout: Layout
@@ -99,71 +132,75 @@ class Place:
     dtype: Any
     matrix: bool
     split_inputs: bool = False
-    row: bool = False
+    row_parallel: bool = False
 
     @jax.named_scope(WEIGHTS)
-    def pair(self, weight: Weight, like: jax.ShapeDtypeStruct, length: int) -> Weight:
-        """The weight with room for a `Pair` instead of its gradient. `like`: x [B, t, D] between blocks; T is the length."""
+    def with_deferred_gradient(self, parameter: ComputeParameter, like: jax.ShapeDtypeStruct, length: int) -> ComputeParameter:
+        """The parameter with room for a `DeferredGradient`. `like`: the shape of x [B, t, D] between blocks; length: T."""
         x = jnp.zeros(like.shape, like.dtype)
-        wide = jnp.zeros((like.shape[0], length, *weight.value.shape[1:]), like.dtype)
-        return Weight(weight.value, Pair(wide, x) if self.row else Pair(x, wide))
+        wide = jnp.zeros((like.shape[0], length, *parameter.value.shape[1:]), like.dtype)
+        return ComputeParameter(parameter.value, DeferredGradient(*((wide, x) if self.row_parallel else (x, wide))))
 
     @jax.named_scope(WEIGHTS)
-    def fetch(self, stored: Stored) -> Weight:
-        """The part this device multiplies with: cast first, so that the gather over `fsdp` moves `dtype`; then its heads."""
-        value = stored.value
-        if not stored.ready:
+    def all_gather(self, parameter: ShardedParameter) -> ComputeParameter:
+        """The part that this device multiplies with: cast first, so that the gather moves `dtype`; then its own heads."""
+        value = parameter.value
+        if not parameter.is_gathered:
             value = value.astype(self.dtype)
             for dim, name in enumerate(self.dims):
                 if "fsdp" in self.layout.axes(name, "storage"):
                     value = all_gather(self.layout, value, self.zero_axes, dim)
             for dim, name in self._undivided():
                 value = self._pick_heads(value, dim, name)
-        return Weight(value, None if stored.slot is None else jnp.zeros(value.shape, jnp.float32))
+        buffer = None if parameter.gradient_buffer is None else jnp.zeros(value.shape, jnp.float32)
+        return ComputeParameter(value, buffer)
 
-    def gathers(self, stored: Stored) -> bool:
-        """Whether `fetch` communicates."""
-        return not stored.ready and self.sharded("storage")
+    def gathers(self, parameter: ShardedParameter) -> bool:
+        """Whether `all_gather` communicates."""
+        return not parameter.is_gathered and self.sharded("storage")
 
     @property
     def zero_axes(self) -> tuple[str, ...]:
-        """Axes over which a ZeRO stage shards it: `fsdp`, and `expert` for what is not of an expert."""
+        """Axes over which a ZeRO stage shards it: `fsdp`, and `expert` unless it belongs to an expert."""
         return self.layout.zero_axes(self.dims)
 
     @property
-    def kept(self) -> bool:
-        """Whether what is fetched once serves a whole step."""
+    def gathered_once(self) -> bool:
+        """Whether it is gathered once and kept for the whole step (ZeRO-1, ZeRO-2)."""
         return self.matrix and self.sharded("storage") and not self.sharded("working")
 
     def sharded(self, placement: str) -> bool:
-        """Whether the weight is split over `zero_axes` in a placement."""
+        """Whether it is split over `zero_axes` in a placement."""
         return self.layout.size(*self.zero_axes) > 1 and any("fsdp" in self.layout.axes(name, placement) for name in self.dims)
 
     @jax.named_scope(WEIGHTS)
-    def give(self, gradient: jax.Array, earlier: jax.Array | None, last: bool, scattered: bool = False) -> jax.Array:
-        """Where the float32 gradient of what `fetch` returned goes.
+    def reduce_gradient(
+        self, gradient: jax.Array, accumulated: jax.Array | None, is_last_microbatch: bool, scattered: bool = False
+    ) -> jax.Array:
+        """The float32 gradient of what `all_gather` returned, summed over devices and in the placement it is kept in.
 
-        `scattered`: it is that of this device's shard, summed over `fsdp` already.
+        Before the last microbatch that is gradient placement; the gradient is summed over `fsdp` only where that placement is
+        sharded. In the last microbatch it is optimizer placement; `accumulated` is added and all devices that share the
+        parameter are summed over. Vectors are not summed yet: see `reduce_vector_gradient`.
 
-        Before the last microbatch: gradient placement, summed over `fsdp` only where that placement is sharded. In the last:
-        optimizer placement, earlier microbatches added, summed over all devices that share the weight; vectors not yet.
+        scattered: the gradient is that of this device's shard already, summed over `fsdp`.
         """
         for dim, name in self._undivided():
             gradient = self._return_heads(gradient, dim, name)
         early = scattered or self.sharded("gradient")
         gradient = gradient if scattered else self._scatter(gradient, "gradient")
-        # Where no sum waits for the last microbatch, earlier ones have been through the sums below already.
+        # Where no sum waits for the last microbatch, the accumulated gradients have been through the sums below already.
         summed = self.matrix and not self.layout.defers
-        if earlier is not None and not summed:
-            gradient = gradient + earlier
-        if not last or not self.matrix:
+        if accumulated is not None and not summed:
+            gradient = gradient + accumulated
+        if not is_last_microbatch or not self.matrix:
             return gradient
-        gradient = self.complete(gradient, early)
-        return gradient if earlier is None or not summed else gradient + earlier
+        gradient = self.finish_reduction(gradient, early)
+        return gradient if accumulated is None or not summed else gradient + accumulated
 
     @jax.named_scope(WEIGHTS)
-    def complete(self, gradient: jax.Array, scattered: bool = False) -> jax.Array:
-        """A matrix's gradient in gradient placement, to optimizer placement and summed over all that share the weight."""
+    def finish_reduction(self, gradient: jax.Array, scattered: bool = False) -> jax.Array:
+        """A matrix's gradient in gradient placement, brought to optimizer placement and summed over its replicas."""
         early = scattered or self.sharded("gradient")
         gradient = gradient if early else self._scatter(gradient, "optimizer")
         axes = self._sum_axes(early or self.sharded("optimizer"))
@@ -172,15 +209,16 @@ class Place:
         return gradient
 
     @jax.named_scope(WEIGHTS)
-    def finish(self, gradient: jax.Array) -> jax.Array:
-        """A gradient at the end of the step, perhaps of all layers: those of vectors summed over devices."""
+    def reduce_vector_gradient(self, gradient: jax.Array) -> jax.Array:
+        """A gradient at the end of the step, of one layer or of all; that of a vector is summed over devices."""
         return gradient if self.matrix else psum(self.layout, gradient, *self._sum_axes(False))
 
-    def sends(self, last: bool) -> bool:
-        """Whether `give` communicates."""
+    def reduces(self, is_last_microbatch: bool) -> bool:
+        """Whether `reduce_gradient` communicates."""
         if not self.matrix:
             return False
-        return self.sharded("gradient") or last and (self.sharded("optimizer") or self.layout.size(*self._sum_axes(False)) > 1)
+        waited = self.sharded("optimizer") or self.layout.size(*self._sum_axes(False)) > 1
+        return self.sharded("gradient") or is_last_microbatch and waited
 
     def _sum_axes(self, scattered):
         """Axes over which a gradient is still to be summed. An expert's has the tokens of all of `expert`: they came to it."""
@@ -215,7 +253,7 @@ class Place:
         return _unpad_heads(whole, dim, name, heads)
 
     def _own_heads(self, name):
-        heads, device = self.layout.heads, index(self.layout, "tensor")
+        heads, device = self.layout.heads, axis_index(self.layout, "tensor")
         own_kv = heads.compute_kv_heads // self.layout.size("tensor")
         if name == "heads":
             return device * own_kv * heads.compute_group, own_kv * heads.compute_group
@@ -248,7 +286,7 @@ def _pad(x, dim, size):
 
 
 class Unread:
-    """In the place of a weight that a part of a block does not claim: use of it raises ValueError with its name."""
+    """Stands for a parameter that a part of a block does not claim: its use raises ValueError with its name."""
 
     def __init__(self, name: str):
         self._name = name
@@ -261,57 +299,60 @@ class Unread:
 
 
 def unread_weights(variables: nnx.State) -> dict:
-    """Nested dict like the weights', of an `Unread` each."""
+    """Nested dict like the parameters, of an `Unread` each."""
     return nnx.to_pure_dict(nnx.map_state(lambda path, _: Unread(".".join(path)), variables))
 
 
 def own_heads_of(x: jax.Array, dim: int, layout: Layout) -> jax.Array:
     """This device's query heads of an array that has all of them, unpadded, along `dim` (dropout factors)."""
-    return Place(layout, (), x.dtype, False)._pick_heads(x, dim, "heads")
+    return ParameterSpec(layout, (), x.dtype, False)._pick_heads(x, dim, "heads")
 
 
-def places(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
-    """Nested dict like the weights' of the `Place`s of a module's variables; matrices are used in `dtype`, or what they ask."""
+def parameter_specs(variables: nnx.State, layout: Layout, dtype: Any) -> dict:
+    """Nested dict like the parameters of a module, of `ParameterSpec`s. Matrices are used in `dtype` or what they ask for."""
 
-    def place(path, variable):
+    def spec(path, variable):
         facts, matrix = variable.get_metadata(), path[-1] in MATRICES
         used_in = (facts.get("used_in") or dtype) if matrix else jnp.float32
-        traits = facts.get("split_inputs", False), facts.get("row", False)
-        return Place(layout, facts["dims"], jnp.dtype(used_in), matrix, *traits)
+        traits = facts.get("split_inputs", False), facts.get("row_parallel", False)
+        return ParameterSpec(layout, facts["dims"], jnp.dtype(used_in), matrix, *traits)
 
-    return nnx.to_pure_dict(nnx.map_state(place, variables))
+    return nnx.to_pure_dict(nnx.map_state(spec, variables))
 
 
-def given(stored: Stored, weight: Weight, place: Place) -> jax.Array | None:
-    """`place.give` of the gradient of a weight that `place.fetch` made of `stored`; None of a frozen one."""
-    return None if stored.slot is None else place.give(weight.slot, stored.earlier, stored.last)
+def reduced_gradient(parameter: ShardedParameter, compute: ComputeParameter, spec: ParameterSpec) -> jax.Array | None:
+    """`spec.reduce_gradient` of the gradient of what `spec.all_gather(parameter)` made; None for a frozen parameter."""
+    if parameter.gradient_buffer is None:
+        return None
+    return spec.reduce_gradient(compute.gradient_buffer, parameter.accumulated, parameter.is_last_microbatch)
 
 
 def subset(tree: dict, flags: dict, wanted: bool = True) -> dict:
-    """Of a nested dict, the leaves whose flag is the wanted one; dicts that have none are left out."""
+    """The leaves of a nested dict whose flag is the wanted one; dicts that have none are left out."""
     found = {key: subset(x, flags[key], wanted) if isinstance(x, dict) else x for key, x in tree.items()}
     return {key: x for key, x in found.items() if (x != {} if isinstance(x, dict) else flags[key] == wanted)}
 
 
 def replaced(tree: dict, part: dict) -> dict:
-    """A nested dict with the leaves of `part` in their places."""
+    """A nested dict with the leaves of `part` in place of its own."""
     return tree | {key: replaced(tree[key], x) if isinstance(x, dict) else x for key, x in part.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def fetch(stored: Stored, place: Place) -> Weight:
-    """`place.fetch(stored)`; differentiated, `place.give`."""
-    return place.fetch(stored)
+def all_gather_parameter(parameter: ShardedParameter, spec: ParameterSpec) -> ComputeParameter:
+    """`spec.all_gather(parameter)`, whose derivative is `spec.reduce_gradient`."""
+    return spec.all_gather(parameter)
 
 
-fetch.defvjp(
-    lambda stored, place: (fetch(stored, place), stored),
-    lambda place, stored, g: (stored.gradient(given(stored, g, place)),),
+all_gather_parameter.defvjp(
+    lambda parameter, spec: (spec.all_gather(parameter), parameter),
+    lambda spec, parameter, g: (parameter.cotangent(reduced_gradient(parameter, g, spec)),),
 )
 
 
-def ready(module: Any, layout: Layout, dtype: Any) -> Any:
-    """A module with its stored weights fetched."""
+def all_gather_module(module: Any, layout: Layout, dtype: Any) -> Any:
+    """A module with its sharded parameters gathered."""
     graph, variables = nnx.split(module)
-    found = nnx.to_pure_dict(variables)
-    return nnx.merge(graph, jax.tree.map(fetch, found, places(variables, layout, dtype), is_leaf=is_stored))
+    specs = parameter_specs(variables, layout, dtype)
+    gathered = jax.tree.map(all_gather_parameter, nnx.to_pure_dict(variables), specs, is_leaf=is_sharded_parameter)
+    return nnx.merge(graph, gathered)

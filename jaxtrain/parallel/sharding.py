@@ -44,7 +44,7 @@ WEIGHT_RULES: dict[str, tuple[str, ...]] = {
     "lookup": STATE_AXES,  # width of a table that is only looked up: ids travel to it, so it is sharded in all placements
     "experts": ("expert",),
     "expert_embed": EXPERT_STATE_AXES,  # the embed dimension of experts
-    "routes": (),  # experts as the outputs of their router, which every device needs whole
+    "router_logits": (),  # experts as the outputs of their router, which every device needs whole
     "head_dim": (),
     "position": (),
     "vector": (),  # norm scales and biases of the residual: whole everywhere, too small to send in pieces

@@ -135,7 +135,7 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     sgd = _build(_with_sgd(config))
     step = _compile(sgd.train_step, *sgd.abstract_step_arguments())
     # Plain SGD has no state: the tree of its abstract state has no leaves.
-    begin = dataclasses.replace(state, params=_put(program, start), opt_state=sgd.abstract_state.opt_state)
+    begin = dataclasses.replace(state, params=_put(program, start), opt_state=sgd.abstract_state.opt_state, ema=())
     begin = dataclasses.replace(begin, **{key: jnp.copy(getattr(state, key)) for key in ("step", "skipped", "skipped_in_row")})
     updated = _taken(program, step(begin, batches[0], SGD_RATE)[0].params)
     step = _compile(program.train_step, abstract, tokens, rate)
@@ -256,6 +256,7 @@ def _build(config) -> Program:
 def _with_sgd(config):
     config = config.copy_and_resolve_references()
     config.optimizer.update(name="sgd", momentum=0.0, weight_decay=0.0, clip_norm=0.0)
+    config.train.ema_decay = 0.0
     return config
 
 

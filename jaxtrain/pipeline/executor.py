@@ -1,251 +1,310 @@
-"""Runs a schedule: all stages in one SPMD program, one loop over the rounds of its table. Code of one device.
+"""Runs a schedule: all stages in one SPMD program, one loop over its ticks. Code of one device.
 
-A stage runs its blocks with `parallel.layer_loop` as a model without stages runs all of them. What a stage has not to do in a
-phase it does not do: work is the body of a loop that runs once or not at all (unlike a conditional, a loop updates sums and
-stash in place). Between phases, every stage sends one microbatch's activations to the next stage and one microbatch's
-cotangents to the one before, while it works on something else.
+A stage runs its blocks with `parallel.layer_loop`, as a model without stages runs all of them. What a stage has not to do in a
+phase it does not do: its work is the body of a loop that runs once or not at all (unlike a conditional, a loop updates
+gradients and activation buffers in place). Between phases, every stage sends one microbatch's activations to the next stage and
+one microbatch's cotangents to the stage before, while it works on something else.
 
 Embedding, head and loss are split over the vocabulary, over stages as over `tensor`: the last stage's activations go to all
-stages, each has its part of the logits. No weight and no gradient of a weight crosses `pipeline`; that of tied embeddings is
-the sum of both uses on each device. What stages hold whole (final norm, learned positions) each computes alike.
+stages, and each has its part of the logits. No parameter and no gradient of one crosses `pipeline`. The gradient of tied
+embeddings is the sum of both uses on each device. What stages hold whole (final norm, learned positions) each computes alike.
 
-Gradients are summed over microbatches in place; sums over devices that can wait are made once, after the last round.
+Gradients are accumulated over microbatches in place; sums over devices that can wait are made once, after the last tick.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.model.batch import Batch
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.loss import LossSums
-from jaxtrain.parallel import layer_loop as stack
-from jaxtrain.parallel.activation_buffer import Stash
-from jaxtrain.parallel.collectives import broadcast, index, permute
-from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel import layer_loop
+from jaxtrain.parallel.activation_buffer import ActivationBuffer
+from jaxtrain.parallel.collectives import axis_index, broadcast, permute
+from jaxtrain.parallel.deferred_gradients import backward_of_inputs, backward_of_weights
+from jaxtrain.parallel.layer_stack import LayerArguments, LayerStack
+from jaxtrain.parallel.parameters import DeferredGradient, ShardedParameter, sharded_parameters
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Table, forward_only
+from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Schedule, forward_only
 
 AXIS = "pipeline"
-EMBEDDING, HEAD = ("embedder", "positions"), ("final_norm", "head")  # weights read before the blocks, and after them
+EMBEDDING, HEAD = ("embedder", "positions"), ("final_norm", "head")  # parameters read before the blocks, and after them
 
 
-class Model(NamedTuple):
-    """What the executor must know of the model.
+class StageModel(Protocol):
+    """What the executor must know of the model and its loss.
 
     Attributes:
-      decoder: `(weights, slots, earlier, last, ready) -> Decoder` of `Stored` weights; the first alone for no gradients.
-      loss: `(decoder, x after all blocks, targets, facts) -> LossSums`; `facts`: what the step knows of the whole batch.
-      key: `(facts, microbatch) -> dropout key`, which may be None.
-      multiply: `(pair, row-parallel) -> ` gradient of a matrix of the blocks.
-      places: nested dict of `weights.Place`s like the weights, those of blocks a layer's.
-      slots: `last -> ` zeros like the gradients of a microbatch that is the last, or not.
-      no_sums: the losses of nothing.
+      specs: nested dict of `ParameterSpec`s like the parameters; those of blocks are a layer's.
+      zero_sums: the losses of nothing.
     """
 
-    decoder: Callable[..., Decoder]
-    loss: Callable[..., LossSums]
-    key: Callable[..., Any]
-    multiply: Callable[..., jax.Array]
-    places: Any
-    slots: Callable[[bool], Any]
-    no_sums: LossSums
+    specs: Any
+    zero_sums: LossSums
+
+    def decoder(self, parameters: Any) -> Decoder:
+        """The decoder with `ShardedParameter`s."""
+
+    def stage_loss(self, decoder: Decoder, x: Any, targets: jax.Array, facts: Any) -> LossSums:
+        """Losses of what the last block gives. `facts`: what the step knows of the whole batch."""
+
+    def dropout_key(self, facts: Any, microbatch: jax.Array | int) -> Any:
+        """The dropout key of a microbatch, or None."""
+
+    def multiply_deferred(self, deferred: DeferredGradient, row_parallel: bool) -> jax.Array:
+        """The gradient of a matrix of the blocks."""
+
+    def gradient_buffers(self, is_last_microbatch: bool) -> Any:
+        """Zeros like the gradients of a microbatch that is the last, or not; None for frozen parameters."""
 
 
-def make_gradients(table: Table, layout: Layout, model: Model, keep: str) -> Callable:
-    """As `train.step.make_gradients`: `(weights, batch [M, b, T], facts) -> (LossSums, gradients)` of this device's rows.
+def make_gradients(schedule: Schedule, layout: Layout, model: StageModel, keep: str) -> Callable:
+    """`(parameters, batch [M, b, T], facts) -> (LossSums, gradients)` of this device's rows, like `train.step.make_gradients`.
 
-    Args:
-      keep: "blocks": a stage keeps for its backward what its blocks keep; "input": its input alone.
+    keep: "blocks": a stage keeps the residuals of its blocks for the backward; "input": its input alone.
     """
-    last_chunk, last, splits = table.virtual - 1, not layout.defers, bool(table.pair_slots)
 
-    def gradients(weights, batch, facts):
-        if unread := set(weights) - {"blocks", *EMBEDDING, *HEAD}:
-            raise ValueError(f"neither embedding, blocks nor head read {', '.join(sorted(unread))}: its gradient would be lost")
-        stage = index(layout, AXIS)
-        weights, ready = _fetched(model.places, weights)
-        zeros = model.slots(last)
-
-        def decoder(slots=None, sums=None):
-            return model.decoder(weights, slots, sums and {**zeros, **sums}, last, ready)
-
-        def key(microbatch):
-            return model.key(facts, microbatch)
-
-        def run(x, microbatch, chunk, stash=None):
-            """Activations for the next stage, and what is kept: shapes of it, or arrays of the stash that has it."""
-            blocks, *arguments = _stage(decoder(zeros), batch, key, microbatch, chunk, later)
-            if keep == "blocks":
-                return stack.forward(blocks, x, *arguments, stash)
-            return stack.plain(blocks, x, *arguments), stash.put(stash.arrays, x, None) if stash else ((), x)
-
-        def pull(dx, kept, sums, microbatch, chunk, stash=None):
-            """The cotangent for the stage before, gradients, and pairs, if gradients of weights are left for later."""
-            blocks, *arguments = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
-            if keep == "input":
-                _, kept = stack.forward(blocks, kept.take(None) if isinstance(kept, Stash) else kept[1], *arguments)
-            if not splits:
-                return *stack.backward(blocks, dx, kept, *arguments), ([], [])
-            return stack.backward_of_inputs(blocks, dx, kept, *arguments, stash)
-
-        def weigh(pairs, sums, microbatch, chunk):
-            blocks, stored, _, _ = _stage(decoder(zeros, sums), batch, key, microbatch, chunk, later)
-            return stack.backward_of_weights(blocks, pairs, stored, model.multiply)
-
-        def embed(microbatch, slots=None, sums=None):
-            rows = batch["tokens"][microbatch], batch["positions"][microbatch]
-            return decoder(slots, sums).embed(*rows, key(microbatch))[0]
-
-        def embed_backward(dx, sums, microbatch):
-            _, pull = jax.vjp(lambda slots: embed(microbatch, slots, sums), zeros)
-            found = pull(dx)[0]
-            return {name: found[name] if name in EMBEDDING else tree for name, tree in sums.items()}
-
-        def head(x, sums, microbatch):
-            def objective(x, slots):
-                losses = model.loss(decoder(slots, sums), x, batch["targets"][microbatch], facts)
-                return losses.objective, losses
-
-            (dx, found), losses = jax.grad(objective, argnums=(0, 1), has_aux=True)(x, zeros)
-            # What the head adds to a tied table comes without its earlier sums, which the lookup adds.
-            tied = {} if "head" in sums else {"embedder": jax.tree.map(jnp.add, sums["embedder"], found["embedder"])}
-            return losses, dx, {**sums, **{name: found[name] for name in HEAD if name in sums}, **tied}
-
-        def round(carry, row):
-            arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses = carry
-            # What the round before gave out travels while this one's forward computes.
-            arrived_dx, first_dx = permute(layout, dx, AXIS, -1), broadcast(layout, dx, AXIS, 0)
-            x = _choose((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
-
-            def forward(carry):
-                return run(x, row.microbatch[0], row.chunk[0], Stash(carry[1], row.slot[0], structure))
-
-            y, kept = _once("forward", row.kind[0] == FORWARD, forward, (none, kept))
-            # Its activation travels while head and backward compute.
-            arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, table.stages - 1)
-
-            def with_head(carry):
-                outer, losses, head_dx = carry
-                found, dx, outer = head(final, outer, row.head)
-                return outer, jax.tree.map(jnp.add, losses, found), _put(head_dx, dx, row.head_slot[0])
-
-            # What it reads of the pairs is read before the backward writes into them, or all would be copied.
-            blocks, pairs = jax.lax.optimization_barrier((weights_phase(0, row, pairs, blocks), pairs))
-            outer, losses, head_dx = _once("head", row.head >= 0, with_head, (outer, losses, head_dx))
-            at_end = (stage == table.stages - 1) & (row.chunk[1] == last_chunk)
-            dx = _choose(at_end, jax.tree.map(lambda all: all[row.head_slot[1]], head_dx), arrived_dx)
-
-            def backward(carry):
-                stashes = Stash(kept, row.slot[1], structure), Stash(carry[2], row.pair_slot[1], pair_structure)
-                return pull(dx, stashes[0], {"blocks": carry[1]}, row.microbatch[1], row.chunk[1], stashes[1])
-
-            dx, blocks, pairs = _once("backward", row.kind[1] == BACKWARD, backward, (none, blocks, pairs))
-            for phase in range(1, row.kind.shape[0]):
-                blocks = weights_phase(phase, row, pairs, blocks)
-            outer = _once(
-                "embed_backward",
-                row.embed_backward >= 0,
-                lambda sums: embed_backward(first_dx, sums, row.embed_backward),
-                outer,
-            )
-            embedded = _once("embed", row.embed >= 0, lambda _: embed(row.embed), embedded)
-            return (arrived, embedded, dx, kept, pairs, head_dx, (blocks, outer), losses), None
-
-        def weights_phase(phase, row, pairs, blocks):
-            """Gradients of weights, where the table has them in a phase."""
-            if WEIGHTS not in table.kinds(phase):
-                return blocks
-
-            def multiply(blocks):
-                stash = Stash(pairs, row.pair_slot[phase], pair_structure)
-                return weigh(stash, {"blocks": blocks}, row.microbatch[phase], row.chunk[phase])
-
-            return _once(f"weights_{phase}", row.kind[phase] == WEIGHTS, multiply, blocks)
-
-        x = embed(0)
-        later = (jax.eval_shape(lambda: x[0]), batch["tokens"].shape[-1]) if splits else None
-        none, number = jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.int32)
-        like = jax.eval_shape(run, x, number, number)[1]
-        # Tracing a backward takes its time; without pairs there is nothing to learn from it.
-        pairs = jax.eval_shape(pull, x, like, {"blocks": zeros["blocks"]}, number, number)[2] if splits else ([], [])
-        (kept, structure), (pairs, pair_structure) = Stash.room(table.slots, like), Stash.room(table.pair_slots, pairs)
-        head_dx = jax.tree.map(lambda leaf: jnp.zeros((table.head_slots, *leaf.shape), leaf.dtype), x)
-        outer = {name: tree for name, tree in zeros.items() if name != "blocks"}
-        start = (none, x, none, kept, pairs, head_dx, (zeros["blocks"], outer), model.no_sums)
-        (*_, (blocks, outer), losses), _ = jax.lax.scan(round, start, _rows(table, stage))
-        sums = {name: blocks if name == "blocks" else outer[name] for name in zeros}
-        return losses, sums if last else _complete(model.places, sums)
+    def gradients(parameters, batch, facts):
+        return _Step(schedule, layout, model, keep).run(parameters, batch, facts)
 
     return gradients
 
 
-def forward(layout: Layout, model: Model, finish: Callable, weights: Any, batch: Any, carry: Any, facts: Any = None) -> Any:
-    """Forwards alone of rows [b, T], in as many microbatches as they divide into, up to four per stage.
+class _Carry(NamedTuple):
+    """What goes from tick to tick.
 
-    Args:
-      facts: of a training step, whose batch [M, b, T] has its microbatches; then with its dropout.
-      finish: `(decoder, x [b', t, D] after all blocks, rows [b', T], microbatch, carry) -> carry`, on all stages.
+    Attributes:
+      arrived: activations from the stage before; embedded: those of the microbatch that the first stage takes next.
+      dx: the cotangent that this stage's last backward gave.
+      residuals, deferred: arrays of activation buffers.
+      head_dx: [head slots, ...] cotangents from the head.
+      blocks, outer: accumulated gradients of blocks, and of what is outside them.
     """
-    stages, rows = layout.size(AXIS), batch["tokens"].shape[0]
-    count = rows if facts else max(n for n in range(1, 4 * stages + 1) if rows % n == 0)
-    table, stage = forward_only(stages, count, layout.virtual_stages), index(layout, AXIS)
-    if not facts:
-        batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-    decoder = model.decoder(weights)
 
-    def key(microbatch):
-        return model.key(facts, microbatch) if facts else None
-
-    def embed(microbatch):
-        return decoder.embed(batch["tokens"][microbatch], batch["positions"][microbatch], key(microbatch))[0]
-
-    def round(carry, row):
-        arrived, embedded, result = carry
-        x = _choose((stage == 0) & (row.chunk[0] == 0), embedded, arrived)
-
-        def run(_):
-            blocks, *arguments = _stage(decoder, batch, key, row.microbatch[0], row.chunk[0])
-            return stack.plain(blocks, x, *arguments)
-
-        y = _once("forward", row.kind[0] == FORWARD, run, arrived)
-        arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, stages - 1)
-        of_head = jax.tree.map(lambda x: x[row.head], batch)
-        result = _once("head", row.head >= 0, lambda result: finish(decoder, final, of_head, row.head, result), result)
-        embedded = _once("embed", row.embed >= 0, lambda _: embed(row.embed), embedded)
-        return (arrived, embedded, result), None
-
-    x = embed(0)
-    (_, _, carry), _ = jax.lax.scan(round, (jax.tree.map(jnp.zeros_like, x), x, carry), _rows(table, stage))
-    return carry
+    arrived: Any
+    embedded: Any
+    dx: Any
+    residuals: Any
+    deferred: Any
+    head_dx: Any
+    blocks: Any
+    outer: Any
+    losses: LossSums
 
 
-class _Row(NamedTuple):
-    """A round of a table, of one stage: `kind` to `pair_slot` [phases], `head_slot` [2], the others scalars."""
+class _Tick(NamedTuple):
+    """A tick of a schedule, for one stage: `kind` to `deferred_slot` [phases], `head_slot` [2], the others scalars."""
 
     kind: jax.Array
     microbatch: jax.Array
-    chunk: jax.Array
+    virtual_stage: jax.Array
     slot: jax.Array
-    pair_slot: jax.Array
+    deferred_slot: jax.Array
     embed: jax.Array
     head: jax.Array
     embed_backward: jax.Array
     head_slot: jax.Array
 
 
-def _rows(table, stage):
-    """All rounds, for `scan`."""
-    of_stage = {name: jnp.asarray(getattr(table, name)) for name in _Row._fields}
-    return _Row(**{name: array[..., stage] if name in _Row._fields[:5] else array for name, array in of_stage.items()})
+class _Step:
+    """One device's part of a step, as it is traced: what a stage does in a tick, by methods."""
+
+    def __init__(self, schedule: Schedule, layout: Layout, model: StageModel, keep: str):
+        self.schedule, self.layout, self.model, self.keep = schedule, layout, model, keep
+        self.defers, self.is_last_microbatch = bool(schedule.deferred_slots), not layout.defers
+        self.deferred_shapes: Any = None
+
+    def run(self, parameters: Any, batch: Batch, facts: Any) -> tuple[LossSums, Any]:
+        """Losses and gradients of all microbatches. Raises ValueError for parameters that nothing reads."""
+        if unread := set(parameters) - {"blocks", *EMBEDDING, *HEAD}:
+            raise ValueError(f"neither embedding, blocks nor head read {', '.join(sorted(unread))}: its gradient would be lost")
+        model, schedule = self.model, self.schedule
+        self.batch, self.facts, self.stage = batch, facts, axis_index(self.layout, AXIS)
+        self.parameters, self.is_gathered = _gathered_once(model.specs, parameters)
+        self.zeros = model.gradient_buffers(self.is_last_microbatch)
+        x = self.embed(0)
+        if self.defers:
+            self.deferred_shapes = jax.eval_shape(lambda: x[0]), batch.tokens.shape[-1]
+        self.no_x, number = jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.int32)
+        shapes = jax.eval_shape(self.forward, x, number, number)[1]
+        deferred: Any = ([], [])
+        if self.defers:  # tracing a backward takes its time; without deferred gradients there is nothing to learn from it
+            deferred = jax.eval_shape(self.backward, x, shapes, self.zeros["blocks"], number, number)[2]
+        residuals, self.structure = ActivationBuffer.allocate(schedule.slots, shapes)
+        deferred, self.deferred_structure = ActivationBuffer.allocate(schedule.deferred_slots, deferred)
+        head_dx = jax.tree.map(lambda leaf: jnp.zeros((schedule.head_slots, *leaf.shape), leaf.dtype), x)
+        outer = {name: tree for name, tree in self.zeros.items() if name != "blocks"}
+        start = _Carry(self.no_x, x, self.no_x, residuals, deferred, head_dx, self.zeros["blocks"], outer, model.zero_sums)
+        end, _ = jax.lax.scan(self.tick, start, _ticks(schedule, self.stage))
+        gradients = {name: end.blocks if name == "blocks" else end.outer[name] for name in self.zeros}
+        return end.losses, gradients if self.is_last_microbatch else _finish_reductions(model.specs, gradients)
+
+    def decoder(self, buffers: Any = None, accumulated: Any = None) -> Decoder:
+        """The model; `accumulated` gradients of some of its parameters, zeros for the others."""
+        accumulated = accumulated and {**self.zeros, **accumulated}
+        own = sharded_parameters(self.parameters, buffers, accumulated, self.is_last_microbatch, self.is_gathered)
+        return self.model.decoder(own)
+
+    def stack(self, microbatch, virtual_stage, accumulated: Any = None) -> tuple[LayerStack, LayerArguments]:
+        """The blocks of a virtual stage, and what they take beside x."""
+        key = self.model.dropout_key(self.facts, microbatch)
+        decoder = self.decoder(self.zeros, accumulated)
+        return _stack(decoder, self.batch, microbatch, key, virtual_stage, self.deferred_shapes)
+
+    def forward(self, x, microbatch, virtual_stage, buffer: ActivationBuffer | None = None) -> tuple[Any, Any]:
+        """Activations for the next stage, and residuals, or the arrays of the buffer that has them."""
+        stack, arguments = self.stack(microbatch, virtual_stage)
+        if self.keep == "blocks":
+            return layer_loop.forward(stack, x, arguments, buffer)
+        y = layer_loop.forward_only(stack, x, arguments)
+        return y, buffer.write(buffer.arrays, x, None) if buffer else ((), x)
+
+    def backward(self, dx, residuals, accumulated, microbatch, virtual_stage, buffer: ActivationBuffer | None = None):
+        """The cotangent for the stage before, gradients of blocks, and deferred gradients, or the buffer's arrays with them."""
+        stack, arguments = self.stack(microbatch, virtual_stage, {"blocks": accumulated})
+        if self.keep == "input":
+            x = residuals.read(None) if isinstance(residuals, ActivationBuffer) else residuals[1]
+            _, residuals = layer_loop.forward(stack, x, arguments)
+        if not self.defers:
+            return *layer_loop.backward(stack, dx, residuals, arguments), ([], [])
+        return backward_of_inputs(stack, dx, residuals, arguments, buffer)
+
+    def weights_phase(self, phase: int, tick: _Tick, deferred: Any, accumulated: Any) -> Any:
+        """Gradients of blocks after a phase: those of matrices are multiplied where the schedule has WEIGHTS in it."""
+        if WEIGHTS not in self.schedule.kinds(phase):
+            return accumulated
+
+        def multiply(accumulated):
+            buffer = ActivationBuffer(deferred, tick.deferred_slot[phase], self.deferred_structure)
+            stack, arguments = self.stack(tick.microbatch[phase], tick.virtual_stage[phase], {"blocks": accumulated})
+            return backward_of_weights(stack, buffer, arguments.parameters, self.model.multiply_deferred)
+
+        return _once(f"weights_{phase}", tick.kind[phase] == WEIGHTS, multiply, accumulated)
+
+    def embed(self, microbatch, buffers: Any = None, accumulated: Any = None) -> Any:
+        """What the first stage takes of a microbatch."""
+        key, batch = self.model.dropout_key(self.facts, microbatch), self.batch
+        return self.decoder(buffers, accumulated).embed(batch.tokens[microbatch], batch.positions[microbatch], key)[0]
+
+    def embed_backward(self, dx, accumulated, microbatch) -> Any:
+        """Gradients of what is outside the blocks, with those of the embedding added."""
+        _, vjp = jax.vjp(lambda buffers: self.embed(microbatch, buffers, accumulated), self.zeros)
+        found = vjp(dx)[0]
+        return {name: found[name] if name in EMBEDDING else tree for name, tree in accumulated.items()}
+
+    def head(self, x, accumulated, microbatch) -> tuple[LossSums, Any, Any]:
+        """Losses, the cotangent of the last activations, and gradients of what is outside the blocks, with the head's added."""
+
+        def objective(x, buffers):
+            targets = self.batch.targets[microbatch]
+            losses = self.model.stage_loss(self.decoder(buffers, accumulated), x, targets, self.facts)
+            return losses.objective, losses
+
+        (dx, found), losses = jax.grad(objective, argnums=(0, 1), has_aux=True)(x, self.zeros)
+        # What the head adds to a tied table comes without its accumulated gradients, which the lookup adds.
+        tied = {}
+        if "head" not in accumulated:
+            tied = {"embedder": jax.tree.map(jnp.add, accumulated["embedder"], found["embedder"])}
+        return losses, dx, {**accumulated, **{name: found[name] for name in HEAD if name in accumulated}, **tied}
+
+    def tick(self, carry: _Carry, tick: _Tick) -> tuple[_Carry, None]:
+        """One tick: forward, head, backward, weights, embeddings."""
+        layout, schedule = self.layout, self.schedule
+        arrived, embedded, dx, residuals, deferred, head_dx, blocks, outer, losses = carry
+        # What the tick before gave travels while this one's forward computes.
+        arrived_dx, first_dx = permute(layout, dx, AXIS, -1), broadcast(layout, dx, AXIS, 0)
+        x = _choose((self.stage == 0) & (tick.virtual_stage[0] == 0), embedded, arrived)
+
+        def forward(carry):
+            buffer = ActivationBuffer(carry[1], tick.slot[0], self.structure)
+            return self.forward(x, tick.microbatch[0], tick.virtual_stage[0], buffer)
+
+        y, residuals = _once("forward", tick.kind[0] == FORWARD, forward, (self.no_x, residuals))
+        # Its activation travels while head and backward compute.
+        arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, schedule.stages - 1)
+
+        def head(carry):
+            outer, losses, head_dx = carry
+            found, dx, outer = self.head(final, outer, tick.head)
+            return outer, jax.tree.map(jnp.add, losses, found), _write(head_dx, dx, tick.head_slot[0])
+
+        # Deferred gradients are read before the backward writes into their buffer, or all of it would be copied.
+        blocks, deferred = jax.lax.optimization_barrier((self.weights_phase(0, tick, deferred, blocks), deferred))
+        outer, losses, head_dx = _once("head", tick.head >= 0, head, (outer, losses, head_dx))
+        at_end = (self.stage == schedule.stages - 1) & (tick.virtual_stage[1] == schedule.virtual_stages - 1)
+        dx = _choose(at_end, jax.tree.map(lambda all: all[tick.head_slot[1]], head_dx), arrived_dx)
+
+        def backward(carry):
+            kept = ActivationBuffer(residuals, tick.slot[1], self.structure)
+            buffer = ActivationBuffer(carry[2], tick.deferred_slot[1], self.deferred_structure)
+            return self.backward(dx, kept, carry[1], tick.microbatch[1], tick.virtual_stage[1], buffer)
+
+        dx, blocks, deferred = _once("backward", tick.kind[1] == BACKWARD, backward, (self.no_x, blocks, deferred))
+        for phase in range(1, tick.kind.shape[0]):
+            blocks = self.weights_phase(phase, tick, deferred, blocks)
+        begin = tick.embed_backward
+        outer = _once("embed_backward", begin >= 0, lambda outer: self.embed_backward(first_dx, outer, begin), outer)
+        embedded = _once("embed", tick.embed >= 0, lambda _: self.embed(tick.embed), embedded)
+        return _Carry(arrived, embedded, dx, residuals, deferred, head_dx, blocks, outer, losses), None
+
+
+def forward(
+    layout: Layout, model: StageModel, finish: Callable, parameters: Any, batch: Batch, carry: Any, facts: Any = None
+) -> Any:
+    """Forwards alone of rows [b, T], in as many microbatches as they divide into, up to four per stage.
+
+    Args:
+      facts: of a training step, whose batch [M, b, T] has its microbatches; then with its dropout.
+      finish: `(decoder, x [b', t, D] after all blocks, rows [b', T], microbatch, carry) -> carry`, on all stages.
+    """
+    stages, rows = layout.size(AXIS), batch.tokens.shape[0]
+    count = rows if facts else max(n for n in range(1, 4 * stages + 1) if rows % n == 0)
+    schedule, stage = forward_only(stages, count, layout.virtual_stages), axis_index(layout, AXIS)
+    if not facts:
+        batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    decoder = model.decoder(sharded_parameters(parameters))
+
+    def key(microbatch):
+        return model.dropout_key(facts, microbatch) if facts else None
+
+    def embed(microbatch):
+        return decoder.embed(batch.tokens[microbatch], batch.positions[microbatch], key(microbatch))[0]
+
+    def one(carry, tick):
+        arrived, embedded, result = carry
+        x = _choose((stage == 0) & (tick.virtual_stage[0] == 0), embedded, arrived)
+
+        def run(_):
+            microbatch = tick.microbatch[0]
+            stack, arguments = _stack(decoder, batch, microbatch, key(microbatch), tick.virtual_stage[0])
+            return layer_loop.forward_only(stack, x, arguments)
+
+        y = _once("forward", tick.kind[0] == FORWARD, run, arrived)
+        arrived, final = permute(layout, y, AXIS, 1), broadcast(layout, y, AXIS, stages - 1)
+        of_head = batch.microbatch(tick.head)
+        result = _once("head", tick.head >= 0, lambda result: finish(decoder, final, of_head, tick.head, result), result)
+        embedded = _once("embed", tick.embed >= 0, lambda _: embed(tick.embed), embedded)
+        return (arrived, embedded, result), None
+
+    x = embed(0)
+    (_, _, carry), _ = jax.lax.scan(one, (jax.tree.map(jnp.zeros_like, x), x, carry), _ticks(schedule, stage))
+    return carry
+
+
+def _ticks(schedule, stage):
+    """All ticks, for `scan`."""
+    arrays = {name: jnp.asarray(getattr(schedule, name)) for name in _Tick._fields}
+    return _Tick(**{name: array[..., stage] if name in _Tick._fields[:5] else array for name, array in arrays.items()})
 
 
 def _once(name, active, function, carry):
-    """function(carry) where active, else carry: a loop of one turn or none, which works in place. A plan knows it by name."""
+    """function(carry) where active, else carry: a loop of one iteration or none works in place. A plan knows its name."""
     with jax.named_scope(f"{SCOPE}{name}"):
         return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, carry: function(carry), carry)
 
@@ -254,36 +313,36 @@ def _choose(first, a, b):
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), a, b)
 
 
-def _put(all, one, slot):
+def _write(all, one, slot):
     return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, slot, 0), all, one)
 
 
-def _stage(decoder, batch, key, microbatch, chunk, later=None):
-    """Arguments of `stack.forward` but x, for one of this stage's virtual stages and a microbatch."""
-    blocks, stored, layers = decoder.layers()
-    blocks = dataclasses.replace(blocks, first=chunk * blocks.count, later=later)
-    shared = decoder.shared(batch["segment_ids"][microbatch], batch["positions"][microbatch], key(microbatch))
-    return blocks, stored, layers, shared
+def _stack(decoder, batch, microbatch, key, virtual_stage, deferred_shapes=None):
+    """The blocks of one of this stage's virtual stages, and what they take beside x, for a microbatch."""
+    stack, parameters, layers = decoder.layers()
+    stack = dataclasses.replace(stack, first=virtual_stage * stack.count, deferred_shapes=deferred_shapes)
+    shared = decoder.shared(batch.segment_ids[microbatch], batch.positions[microbatch], key)
+    return stack, LayerArguments(parameters, layers, shared)
 
 
-def _fetched(places, weights):
-    """Weights with those that a stage of ZeRO gathers once per step gathered, and which they are."""
+def _gathered_once(specs, parameters):
+    """Parameters with those gathered that a ZeRO stage gathers once per step; and which they are."""
 
-    def one(path, place, value):
-        if not place.kept:
+    def one(path, spec, value):
+        if not spec.gathered_once:
             return value
-        fetch = lambda value: place.fetch(Stored(value)).value  # noqa: E731
-        return jax.lax.map(fetch, value) if path[0].key == "blocks" else fetch(value)
+        gather = lambda value: spec.all_gather(ShardedParameter(value)).value  # noqa: E731
+        return jax.lax.map(gather, value) if path[0].key == "blocks" else gather(value)
 
-    return jax.tree_util.tree_map_with_path(one, places, weights), jax.tree.map(lambda place: place.kept, places)
+    return jax.tree_util.tree_map_with_path(one, specs, parameters), jax.tree.map(lambda spec: spec.gathered_once, specs)
 
 
-def _complete(places, sums):
-    """Sums over microbatches summed over devices."""
+def _finish_reductions(specs, gradients):
+    """Gradients accumulated over microbatches, summed over devices."""
 
-    def one(path, place, sums):
-        if sums is None or not place.matrix:
-            return sums
-        return jax.lax.map(place.complete, sums) if path[0].key == "blocks" else place.complete(sums)
+    def one(path, spec, gradient):
+        if gradient is None or not spec.matrix:
+            return gradient
+        return jax.lax.map(spec.finish_reduction, gradient) if path[0].key == "blocks" else spec.finish_reduction(gradient)
 
-    return jax.tree_util.tree_map_with_path(one, places, sums)
+    return jax.tree_util.tree_map_with_path(one, specs, gradients)

@@ -73,8 +73,8 @@ class Compiled:
 
         Pipeline stages have such loops for each kind of work, experts for rows that overflow: none, since balance is assumed.
         """
-        table = pipeline_schedule.of(self.program.config, self.program.layout.size("pipeline"))
-        own, busy = table.shares() if table else ({}, {})
+        schedule = pipeline_schedule.of(self.program.config, self.program.layout.size("pipeline"))
+        own, busy = schedule.shares() if schedule else ({}, {})
         return own | {OVERFLOW: 0.0}, busy | {OVERFLOW: 0.0}
 
     @functools.cached_property

@@ -15,7 +15,7 @@ from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.model import inventory
 from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
-from jaxtrain.pipeline.schedule import Table
+from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.plan import compile
 from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
 from jaxtrain.plan.predict.closed_form import ClosedForm
@@ -53,7 +53,7 @@ class Plan:
     timeline: Timeline | None
     versions: dict[str, str]
     seconds: dict[str, float]  # what the plan took
-    schedule: Table | None = None  # of pipeline stages
+    schedule: Schedule | None = None  # of pipeline stages
     fallback: str = ""
     notes: tuple[str, ...] = ()  # what this plan cannot show
 

@@ -39,7 +39,7 @@ def named(name_: str, function: Callable, *args: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What blocks keep. In each group of `every` blocks, the last one keeps `kept` and the others keep everything.
+    """What blocks keep. In each group of `group_size` blocks, the last one keeps `kept` and the others keep everything.
 
     Attributes:
       kept: names of activations; None: everything.
@@ -49,11 +49,11 @@ class Remat:
 
     kept: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()
-    every: int = 1
+    group_size: int = 1
 
     def recomputes_all(self, position: int) -> bool:
         """Whether the block at a position of its group, counted from 0, keeps nothing but its input."""
-        return self.kept == () and position == self.every - 1
+        return self.kept == () and position == self.group_size - 1
 
     def to_host(self, x: Any) -> Any:
         """A block's input, as it is kept when all is recomputed."""
@@ -65,7 +65,7 @@ class Remat:
 
     def apply(self, part: Callable, position: int) -> Callable:
         """A part of the block at a position of its group, counted from 0, under its policy."""
-        if self.kept is None or position < self.every - 1:
+        if self.kept is None or position < self.group_size - 1:
             return part
         on_device = [name for name in self.kept if name not in self.offloaded]
         named = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -49,9 +49,15 @@ def import_folder(hf: pathlib.Path, workdir: pathlib.Path, overrides: Overrides,
 
 
 def export_run(
-    workdir: pathlib.Path, hf: pathlib.Path, overrides: Overrides, step: int | None, dtype: str, max_bytes: int
+    workdir: pathlib.Path,
+    hf: pathlib.Path,
+    overrides: Overrides,
+    step: int | None,
+    dtype: str,
+    max_bytes: int,
+    ema: bool = False,
 ) -> None:
-    """Makes a Hugging Face folder of a run's checkpoint.
+    """Makes a Hugging Face folder of a run's checkpoint; `ema`: of the moving average of its weights.
 
     Raises ConfigError or UserError for a run without such a checkpoint, a model that no architecture has, or a folder that
     holds weights or cannot be written.
@@ -59,14 +65,14 @@ def export_run(
     setup_logging()
     if reading.is_folder(workdir):
         raise ConfigError([f"--workdir={workdir}: is a Hugging Face folder already; give the folder of a run"])
-    model = weights.open_model(workdir, {"mesh.fsdp": -1}, overrides, step)
+    model = weights.open_model(workdir, {"mesh.fsdp": -1}, overrides, step, ema=ema)
     setup_logging(jax.process_index())
     program = model.program
     prepared = writing.prepare(model.params, program.model, program.layout, workdir, dtype, max_bytes)
     writing.write(prepared, hf, workdir, gather)
     size, kind = sum(path.stat().st_size for path in hf.glob("*.safetensors")), prepared.config["architectures"][0]
     what = f"{kind}, {prepared.config['dtype']}, {size / 1e9:.2f} GB in {len(prepared.files)} files"
-    log.info("Wrote %s: step %d as %s", hf, model.step, what)
+    log.info("Wrote %s: step %d%s as %s", hf, model.step, " (moving average)" if ema else "", what)
     if not dtype and prepared.narrower:
         log.info("Its weights came in %s, which would round them now; --dtype=%s halves the size", *[prepared.narrower] * 2)
 

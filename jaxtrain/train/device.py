@@ -7,27 +7,29 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxtrain.model import products
-from jaxtrain.model.decoder import Decoder
-from jaxtrain.model.layers import multiply_pair
+from jaxtrain.model import matmul_precision
+from jaxtrain.model.batch import Batch
+from jaxtrain.model.decoder import Decoder, Final
+from jaxtrain.model.inventory import Inventory
+from jaxtrain.model.layers import multiply_deferred
 from jaxtrain.model.loss import IGNORE, LossSettings, LossSums, cross_entropy
 from jaxtrain.model.moe import balance
-from jaxtrain.model.moe.router import nothing
+from jaxtrain.model.moe.router import RouterSums
+from jaxtrain.model.moe.router import zero_sums as zero_router_sums
 from jaxtrain.model.vocabulary import padded_size
-from jaxtrain.parallel.collectives import place, psum
-from jaxtrain.parallel.parameters import Stored, subset
+from jaxtrain.parallel.collectives import psum, shard_index
+from jaxtrain.parallel.parameters import DeferredGradient, sharded_parameters, subset
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device
-from jaxtrain.pipeline import executor as pipeline
-from jaxtrain.pipeline import schedule as pipeline_schedule
+from jaxtrain.pipeline import executor
+from jaxtrain.pipeline import schedule as schedules
 from jaxtrain.train.step import make_gradients
 
 MICROBATCHES = ("activation", ("microbatch", "batch", "length"))
@@ -35,164 +37,194 @@ ROWS = ("activation", ("batch", "length"))
 LOGITS = ("activation", ("batch", "length", "vocab"))
 
 
-def device_functions(
-    config: ml_collections.ConfigDict,
-    layout: Layout,
-    merge: Callable[[Any], Decoder],
-    abstract_params: Any,
-    places: Any,
-    dims: Any,
-    trainable: Any,
-) -> tuple[Callable, Callable, Callable]:
-    """Three functions of global arrays that run once per device.
+class StepFacts(NamedTuple):
+    """What the loss of a microbatch must know of the step: its number, and of mixtures of experts the whole batch."""
+
+    step: jax.Array
+    batch: balance.BatchCounts | None = None
+
+
+class DeviceFunctions(NamedTuple):
+    """Functions of global arrays that run once per device.
+
+    Attributes:
+      gradients: (parameters, batch [M, b, T], step) -> (LossSums, sums of gradients in optimizer placement, a nested dict of
+        the trainable parameters, their global norm).
+      evaluation: (parameters, batch [b, T]) -> (LossSums,) without z-loss and label smoothing.
+      logits: (parameters, batch [b, T]) -> ([b, T, V] float32,), V with its padding.
+    """
+
+    gradients: Callable
+    evaluation: Callable
+    logits: Callable
+
+
+class DeviceProgram:
+    """The program of one device.
 
     Args:
-      merge: weights -> model; abstract_params, places, dims, trainable: of the weights.
-
-    Returns:
-      gradients: (params, batch [M, b, T], step) -> (LossSums, sums of gradients in optimizer placement, a
-        nested dict of the trainable weights, their global norm);
-      evaluation: (params, batch [b, T]) -> (LossSums,) without z-loss and smoothing;
-      logits: (params, batch [b, T]) -> ([b, T, V] float32,), V with its padding.
+      merge: `ShardedParameter`s -> model.
+      parameters: all of the model's.
+      specs: nested dict like them, of `ParameterSpec`s.
     """
-    model, stored, trained_dims = config.model, ("storage", dims), subset(dims, trainable)
-    plain = LossSettings(
-        model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap, scale=model.logit_scale
-    )
-    sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
-    trained = dataclasses.replace(
-        plain, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing, sources=sources
-    )
-    dropout = bool(model.dropout_embedding or model.dropout_attention or model.dropout_residual)
-    layers_with_experts = model.num_layers - model.dense_first_layers
-    zero = jnp.zeros((), jnp.float32)
-    no_routing = nothing(layers_with_experts, model.num_experts) if model.num_experts else ()
-    no_sums = LossSums(zero, zero, zero, no_routing, jnp.zeros((sources, 2), jnp.float32) if sources else ())
-    rows = config.data.global_batch_rows // config.train.accumulation_steps  # of a microbatch, over all devices
 
-    def leaves(weights, slots=None, earlier=None, last=True, ready=None):
-        """Weights as the model takes them; `ready`: which are, of a nested dict like theirs."""
-        nothing = jax.tree.map(lambda _: None, weights)
-        ready = ready or jax.tree.map(lambda _: False, weights)
-        return jax.tree.map(lambda w, s, e, r: Stored(w, s, e, last, r), weights, slots or nothing, earlier or nothing, ready)
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        layout: Layout,
+        merge: Callable[[Any], Decoder],
+        parameters: Inventory,
+        specs: Any,
+    ):
+        model = config.model
+        self.config, self.layout, self.decoder, self.specs = config, layout, merge, specs
+        self.abstract, self.dims, self.trainable = (parameters.tree(key) for key in ("abstract", "dims", "trainable"))
+        self.plain_loss = LossSettings(
+            model.vocab_size, config.memory.loss_chunk_tokens, softcap=model.logit_softcap, scale=model.logit_scale
+        )
+        sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
+        self.training_loss = dataclasses.replace(
+            self.plain_loss, z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing, sources=sources
+        )
+        zero, routed_layers = jnp.zeros((), jnp.float32), model.num_layers - model.dense_first_layers
+        routing = zero_router_sums(routed_layers, model.num_experts) if model.num_experts else ()
+        self.zero_sums = LossSums(zero, zero, zero, routing, jnp.zeros((sources, 2), jnp.float32) if sources else ())
+        self.matmul = matmul_precision.make(config.precision.products)
+        self.schedule = schedules.of(config, layout.size("pipeline"))
 
-    def hidden(decoder, batch, key=None):
-        return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], key)
-
-    def key(facts, microbatch):
-        own = rows // layout.size(*ACTIVATION_RULES["batch"])
-        first = microbatch * rows + place(layout, "batch") * own
-        return (config.train.seed, facts[0], first + jnp.arange(own)) if dropout else None
-
-    def with_routing(sums, routing, facts):
-        """Sums of a microbatch with what routers add to the objective: its gradient, the value comes in `gradients`."""
-        if not model.num_experts:
-            return sums
-        added = balance.objective(routing, facts[1], config, layout)
-        return sums._replace(objective=sums.objective + added - jax.lax.stop_gradient(added), routing=routing)
-
-    def loss(weights, slots, earlier, last, ready, batch, facts, microbatch):
-        final = hidden(merge(leaves(weights, slots, earlier, last, ready)), batch, key(facts, microbatch))
-        sums = cross_entropy(final.x, final.head, batch["targets"], layout, trained)
-        return with_routing(sums, final.routing, facts), final.fetched
-
-    def whole_batch(weights, batch, step):
-        """The `balance.Batch` of all microbatches; None for dense models."""
-        if not model.num_experts:
-            return None
-        targets = jnp.sum(batch["targets"] != IGNORE).astype(jnp.float32)
-        tokens = jnp.sum(batch["segment_ids"] > 0).astype(jnp.float32)
-        targets, tokens = psum(layout, (targets, tokens), *TOKEN_AXES)
-        if not balance.needs_counts(config):
-            own = config.train.accumulation_steps == 1
-            return balance.Batch(targets, tokens, None if own else no_sums.routing.counts)
-
-        def count(total, number):
-            rows_of = jax.tree.map(lambda x: x[number], batch)
-            found = hidden(merge(leaves(weights)), rows_of, key((step, None), number)).routing
-            return jax.tree.map(jnp.add, total, found), None
-
-        def count_at_end(decoder, x, rows, number, total):
-            return jax.tree.map(jnp.add, total, x[1])
-
-        if table:
-            routing = pipeline.forward(layout, stages, count_at_end, weights, batch, no_sums.routing, (step, None))
+    def functions(self) -> DeviceFunctions:
+        """The functions that `program` compiles."""
+        layout, stored, trained = self.layout, ("storage", self.dims), ("optimizer", subset(self.dims, self.trainable))
+        if self.schedule:
+            accumulate = executor.make_gradients(self.schedule, layout, self, self.config.pipeline.keep)
         else:
-            routing, _ = jax.lax.scan(count, no_sums.routing, jnp.arange(config.train.accumulation_steps))
-        return balance.Batch(targets, tokens, balance.total(routing, layout).counts)
+            keeps_gathered = any(spec.gathered_once for spec in jax.tree.leaves(self.specs["blocks"]))
+            accumulate = make_gradients(self.loss, self.gradient_buffers, self.zero_sums, layout.defers, keeps_gathered)
 
-    def end(decoder, x, targets, settings):
-        """Loss of what the blocks give."""
-        return cross_entropy(*decoder.end(x), targets, layout, settings)
+        def gradients(parameters, batch, step):
+            return self.gradients(accumulate, parameters, batch, step)
 
-    def end_of_training(decoder, x, targets, facts):
-        return with_routing(end(decoder, x, targets, trained), x[1], facts)
+        return DeviceFunctions(
+            per_device(layout, gradients, [stored, MICROBATCHES, None], [None, trained, None]),
+            per_device(layout, self.evaluation, [stored, ROWS], [None]),
+            per_device(layout, self.logits, [stored, ROWS], [LOGITS]),
+        )
 
-    @jax.named_scope(WEIGHTS)
-    def slots(last):
-        placement = "optimizer" if last else "gradient"
-        shapes = jax.tree.map(lambda a, names: layout.local_shape(names, placement, a.shape), abstract_params, dims)
-        return jax.tree.map(lambda flag, shape: jnp.zeros(shape, jnp.float32) if flag else None, trainable, shapes)
-
-    table = pipeline_schedule.of(config, layout.size("pipeline"))
-    stages = pipeline.Model(
-        lambda *args: merge(leaves(*args)),
-        end_of_training,
-        key,
-        functools.partial(multiply_pair, layout=layout, product=products.make(config.precision.products)),
-        places,
-        slots,
-        no_sums,
-    )
-    if table:
-        accumulate = pipeline.make_gradients(table, layout, stages, config.pipeline.keep)
-    else:
-        keeps = any(p.kept for p in jax.tree.leaves(places["blocks"]))
-        accumulate = make_gradients(loss, slots, no_sums, layout.defers, keeps)
-
-    def gradients(weights, batch, step):
-        whole = whole_batch(weights, batch, step)
-        sums, total = accumulate(weights, batch, (step, whole))
-        sums = _sum_over_devices(sums, layout)
-        if model.num_experts:
-            added = balance.objective(sums.routing, whole._replace(counts=sums.routing.counts), config, layout)
+    def gradients(
+        self, accumulate: Callable, parameters: Any, batch: Batch, step: jax.Array
+    ) -> tuple[LossSums, Any, jax.Array]:
+        """Loss sums over all devices, sums of gradients, and their global norm. `accumulate`: over microbatches."""
+        facts = StepFacts(step, self.batch_counts(parameters, batch, step))
+        sums, total = accumulate(parameters, batch, facts)
+        sums = _sum_over_devices(sums, self.layout)
+        if self.config.model.num_experts:
+            counts = facts.batch._replace(counts=sums.routing.counts)
+            added = balance.objective(sums.routing, counts, self.config, self.layout)
             sums = sums._replace(objective=sums.objective + added)
-        total = jax.tree.map(lambda g, place: place.finish(g), subset(total, trainable), subset(places, trainable))
+        total, specs = subset(total, self.trainable), subset(self.specs, self.trainable)
+        total = jax.tree.map(lambda g, spec: spec.reduce_vector_gradient(g), total, specs)
         squares = jax.tree.map(lambda g: jnp.sum(jnp.square(g)), total)
         # The embedding's gradient and the small sums come last. Squares of the others are computed meanwhile, not after them.
         sums, total, of_blocks = jax.lax.optimization_barrier((sums, total, squares.get("blocks", {})))
         squares |= {"blocks": of_blocks} if of_blocks else {}
-        return sums, total, _norm(layout, squares, trained_dims)
+        return sums, total, _norm(self.layout, squares, subset(self.dims, self.trainable))
 
-    def evaluation(weights, batch):
+    def evaluation(self, parameters: Any, batch: Batch) -> tuple[LossSums]:
+        """Loss sums over all devices of rows [b, T]."""
+
         def add(decoder, x, rows, number, sums):
-            return jax.tree.map(jnp.add, sums, end(decoder, x, rows["targets"], plain))
+            return jax.tree.map(jnp.add, sums, cross_entropy(*decoder.end(x), rows.targets, self.layout, self.plain_loss))
 
-        if table:
-            sums = pipeline.forward(layout, stages, add, weights, batch, no_sums._replace(routing=(), sources=()))
+        if self.schedule:
+            start = self.zero_sums._replace(routing=(), sources=())
+            sums = executor.forward(self.layout, self, add, parameters, batch, start)
         else:
-            final = hidden(merge(leaves(weights)), batch)
-            sums = cross_entropy(final.x, final.head, batch["targets"], layout, plain)
-        return (_sum_over_devices(sums, layout),)
+            final = self.final(sharded_parameters(parameters), batch)
+            sums = cross_entropy(final.x, final.head, batch.targets, self.layout, self.plain_loss)
+        return (_sum_over_devices(sums, self.layout),)
 
-    def logits(weights, batch):
-        decoder = merge(leaves(weights))
-        if not table:
-            final = hidden(decoder, batch)
+    def logits(self, parameters: Any, batch: Batch) -> tuple[jax.Array]:
+        """Logits [b, T, V] of this device's part of the vocabulary."""
+        if not self.schedule:
+            decoder = self.decoder(sharded_parameters(parameters))
+            final = decoder.hidden(batch.tokens, batch.segment_ids, batch.positions)
             return (decoder.logits(final.x, final.head),)
 
         def put(decoder, x, rows, number, all):
             found = decoder.logits(*decoder.end(x))
             return jax.lax.dynamic_update_slice_in_dim(all, found, number * found.shape[0], 0)
 
-        shape = (*batch["tokens"].shape, padded_size(model) // layout.size(*VOCAB_AXES))
-        return (pipeline.forward(layout, stages, put, weights, batch, jnp.zeros(shape, jnp.float32)),)
+        shape = (*batch.tokens.shape, padded_size(self.config.model) // self.layout.size(*VOCAB_AXES))
+        return (executor.forward(self.layout, self, put, parameters, batch, jnp.zeros(shape, jnp.float32)),)
 
-    return (
-        per_device(layout, gradients, [stored, MICROBATCHES, None], [None, ("optimizer", trained_dims), None]),
-        per_device(layout, evaluation, [stored, ROWS], [None]),
-        per_device(layout, logits, [stored, ROWS], [LOGITS]),
-    )
+    @jax.named_scope(WEIGHTS)
+    def gradient_buffers(self, is_last_microbatch: bool) -> Any:
+        """Zeros like the gradients of a microbatch that is the last, or not; None for frozen parameters."""
+        placement = "optimizer" if is_last_microbatch else "gradient"
+        shapes = jax.tree.map(lambda a, names: self.layout.local_shape(names, placement, a.shape), self.abstract, self.dims)
+        return jax.tree.map(lambda flag, shape: jnp.zeros(shape, jnp.float32) if flag else None, self.trainable, shapes)
+
+    def dropout_key(self, facts: StepFacts, microbatch: jax.Array | int) -> tuple | None:
+        """Seed, step, and the indices of this device's rows in the step's batch; None without dropout."""
+        model, train = self.config.model, self.config.train
+        if not (model.dropout_embedding or model.dropout_attention or model.dropout_residual):
+            return None
+        rows = self.config.data.global_batch_rows // train.accumulation_steps  # of a microbatch, over all devices
+        own = rows // self.layout.size(*ACTIVATION_RULES["batch"])
+        first = microbatch * rows + shard_index(self.layout, "batch") * own
+        return train.seed, facts.step, first + jnp.arange(own)
+
+    def final(self, parameters: Any, rows: Batch, key: tuple | None = None) -> Final:
+        """What the decoder gives for rows [b, T]."""
+        return self.decoder(parameters).hidden(rows.tokens, rows.segment_ids, rows.positions, key)
+
+    def loss(self, parameters: Any, rows: Batch, facts: StepFacts, microbatch: jax.Array | int) -> tuple[LossSums, Any]:
+        """A `step.LossFunction`."""
+        final = self.final(parameters, rows, self.dropout_key(facts, microbatch))
+        sums = cross_entropy(final.x, final.head, rows.targets, self.layout, self.training_loss)
+        return self._with_routing(sums, final.routing, facts), final.gathered
+
+    def stage_loss(self, decoder: Decoder, x: Any, targets: jax.Array, facts: StepFacts) -> LossSums:
+        """Losses of a microbatch, from what the last stage gives."""
+        sums = cross_entropy(*decoder.end(x), targets, self.layout, self.training_loss)
+        return self._with_routing(sums, x[1], facts)
+
+    def _with_routing(self, sums: LossSums, routing: RouterSums, facts: StepFacts) -> LossSums:
+        """With what routers add to the objective: its gradient; the value is added in `gradients`."""
+        if not self.config.model.num_experts:
+            return sums
+        added = balance.objective(routing, facts.batch, self.config, self.layout)
+        return sums._replace(objective=sums.objective + added - jax.lax.stop_gradient(added), routing=routing)
+
+    def multiply_deferred(self, deferred: DeferredGradient, row_parallel: bool) -> jax.Array:
+        """The gradient of a matrix of the blocks."""
+        return multiply_deferred(deferred, row_parallel, self.layout, self.matmul)
+
+    def batch_counts(self, parameters: Any, batch: Batch, step: jax.Array) -> balance.BatchCounts | None:
+        """The `balance.BatchCounts` of all microbatches; None for dense models."""
+        config, layout, nothing = self.config, self.layout, self.zero_sums.routing
+        if not config.model.num_experts:
+            return None
+        targets = jnp.sum(batch.targets != IGNORE).astype(jnp.float32)
+        tokens = jnp.sum(batch.segment_ids > 0).astype(jnp.float32)
+        targets, tokens = psum(layout, (targets, tokens), *TOKEN_AXES)
+        facts = StepFacts(step)
+        if not balance.needs_counts(config):
+            return balance.BatchCounts(targets, tokens, None if config.train.accumulation_steps == 1 else nothing.counts)
+
+        def count(total, number):
+            key = self.dropout_key(facts, number)
+            found = self.final(sharded_parameters(parameters), batch.microbatch(number), key).routing
+            return jax.tree.map(jnp.add, total, found), None
+
+        def count_at_end(decoder, x, rows, number, total):
+            return jax.tree.map(jnp.add, total, x[1])
+
+        if self.schedule:
+            routing = executor.forward(layout, self, count_at_end, parameters, batch, nothing, facts)
+        else:
+            routing, _ = jax.lax.scan(count, nothing, jnp.arange(config.train.accumulation_steps))
+        return balance.BatchCounts(targets, tokens, balance.total(routing, layout).counts)
 
 
 def _sum_over_devices(sums: LossSums, layout: Layout) -> LossSums:
@@ -204,7 +236,7 @@ def _sum_over_devices(sums: LossSums, layout: Layout) -> LossSums:
 
 
 def _norm(layout: Layout, squares: Any, dims: Any) -> jax.Array:
-    """Root of the sum over all weights of what devices have of their squares; the same on every mesh, tied weights once."""
+    """Root of the sum over all parameters of what devices have of their squares; the same on every mesh, tied ones once."""
     by_axes = collections.defaultdict(list)
     for square, names in zip(jax.tree.leaves(squares), jax.tree.leaves(dims, is_leaf=is_dims), strict=True):
         by_axes[tuple(axis for name in names for axis in layout.axes(name, "optimizer"))].append(square)

@@ -21,12 +21,11 @@ import ml_collections
 import numpy as np
 
 from jaxtrain.checkpoint.lock import WorkdirLock
-from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Stopped, UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
@@ -39,9 +38,9 @@ from jaxtrain.runtime import control, joining, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
-from jaxtrain.train.saving import Keeper
+from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric
 from jaxtrain.train.start import Start
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import TrainState, with_ema
 
 log = logging.getLogger(__name__)
 EXPERT_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_share", "largest_load")  # `balance.figures`
@@ -71,9 +70,9 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
     control.agree({"--workdir": str(workdir.resolve())} | prints)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
-    checkpoint = config.checkpoint
     start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)
-    with Checkpointer(workdir, checkpoint.save_every_steps, checkpoint.keep_last, checkpoint.keep_every_steps) as checkpointer:
+    require_metric(config, list(corpus.eval))
+    with open_checkpointer(config, workdir) as checkpointer:
         start.check(checkpointer)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are read or made while the step compiles
             compiling = pool.submit(_compile_step, program)
@@ -147,9 +146,9 @@ class _Session:
             enabled=jax.process_index() == 0,
             peak_of="fp8" if self.product_dtype == "fp8" else "",
         )
+        pending = None  # the step launched last, whose metrics are still on the devices
         try:
             with bar:
-                pending = None  # the step launched last, whose metrics are still on the devices
                 for step in range(self.start + 1, num_steps + 1):
                     if not stop.proceed():
                         break
@@ -169,17 +168,22 @@ class _Session:
                         self.throughput.pause()
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
-                    measured = self.last_eval if evaluate_now else {}
-                    if last and save_now and not measured and not stop.stopped():
-                        measured = self._loss_of(state, rows)
-                    if save_now and not stop.stopped():
-                        self.keeper.save(step, state, measured)
+                    best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
+                    if last and save_now and not self.last_eval and not stop.stopped():
+                        self.keeper.judge(step, self._loss_of(state, rows))
+                    if (save_now or best) and not stop.stopped():
+                        self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():
                     if pending:
                         self._finish(*pending, bar)
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
             raise stop.error("", self.keeper.newest()) from None
+        except Stopped:
+            raise
+        except Exception:
+            self.keeper.save_after_error(state, pending, self.start)
+            raise
         finally:
             batches.close()
         self.keeper.finish(num_steps)
@@ -236,25 +240,28 @@ class _Session:
             )
 
     def _evaluate(self, state: TrainState, step: int) -> None:
-        """Held-out loss of the weights after `step`."""
-        sums = {}
-        for name, packed in self.corpus.eval.items():
-            batches = stop.while_proceeding(eval_batches(self.config, packed, self.program.eval_rows()))
-            sums[name] = evaluate(self.program, self.eval_step, state.params, batches, self.eval_bytes[name])
-            if stop.stopped():
-                return
-            which = f" of {name}" if len(self.corpus.eval) > 1 else ""
-            log.info("Step %d: %s", step, describe(sums[name], which))
-        self.last_eval = together(sums)
+        """Held-out loss of the weights after `step`, and of their moving average."""
+        found = {}
+        for prefix, params in ({"": state.params} | ({"ema_": with_ema(state)} if state.ema else {})).items():
+            sums = {}
+            for name, packed in self.corpus.eval.items():
+                batches = stop.while_proceeding(eval_batches(self.config, packed, self.program.eval_rows()))
+                sums[name] = evaluate(self.program, self.eval_step, params, batches, self.eval_bytes[name])
+                if stop.stopped():
+                    return
+                which = f" of {name}" if len(self.corpus.eval) > 1 else ""
+                log.info("Step %d: %s%s", step, describe(sums[name], which), " (moving average)" * bool(prefix))
+            found |= {f"{prefix}{key}": value for key, value in together(sums).items()}
+        self.last_eval = found
         if self.last_eval:
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
 
-    def _loss_of(self, state: TrainState, rows: dict[str, np.ndarray]) -> dict[str, float]:
+    def _loss_of(self, state: TrainState, rows: dict[str, np.ndarray]) -> float:
         """Loss of the last weights on the last batch: without held-out text nothing else says that they are fine."""
         own = {key: array for key, array in rows.items() if key != "sources"}
         parts = ({key: array[number] for key, array in own.items()} for number in range(len(rows["tokens"])))
-        return evaluate(self.program, self.eval_step, state.params, stop.while_proceeding(parts))
+        return evaluate(self.program, self.eval_step, state.params, stop.while_proceeding(parts)).get("eval_loss", 0.0)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         return flops.mfu(tokens_per_s, self.flops_per_token, jax.device_count(), self.peak_flops)
@@ -270,6 +277,7 @@ class _Session:
             "final_eval_loss": self.last_eval.get("eval_loss"),
             "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
             "final_eval_bits_per_byte": self.last_eval.get("eval_bits_per_byte"),
+            **({"final_ema_eval_loss": self.last_eval.get("ema_eval_loss")} if state.ema else {}),
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
             "mfu_peak_dtype": self.product_dtype,

@@ -21,6 +21,7 @@ from jaxtrain.parallel.scopes import OPTIMIZER
 from jaxtrain.parallel.sharding import is_dims
 from jaxtrain.remat.activations import STATE_GROUPS
 from jaxtrain.remat.policy import on_device
+from jaxtrain.train import ema as averages
 
 STACKED = ("layers", "experts")  # dimensions that count weights: each layer's and each expert's is one by itself
 ROWS = ("embed", "expert_embed", "latent", "lookup")  # dimensions that are the rows of a matrix; its columns are the others
@@ -196,7 +197,7 @@ def _muon(c: ml_collections.ConfigDict, adam: optax.GradientTransformation, dims
 
 
 def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
-    """`(finite, learning_rate, gradients, params, state) -> (params, state)`: nothing changes unless `finite`.
+    """`(finite, learning_rate, gradients, params, (state, ema)) -> (params, (state, ema))`: nothing changes unless `finite`.
 
     With `memory.offload`, weights and moments come from the host weight by weight, each when the one before it is done, so
     that the device never holds those of all.
@@ -204,10 +205,12 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
 
     @jax.named_scope(OPTIMIZER)
     def update(optimizer, finite, rate, grads, params, state):
+        state, ema = state
         updates, new_state = optimizer.update(grads, state, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         # Every device takes the same branch: the norm that tells `finite` is global.
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new_params, new_state), (params, state))
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new_params, new_state), (params, state))
+        return new[0], (new[1], averages.update(config.train.ema_decay, ema, new[0], finite) if ema else ema)
 
     if not any(group in config.memory.offload for group in STATE_GROUPS):
         return functools.partial(update, make(config, dims))
@@ -228,7 +231,7 @@ def make_update(config: ml_collections.ConfigDict, dims: Any) -> Callable:
 
             old = on_device(only((params, state)), after=before)
             new = update(make(config, only(dims)), finite, rate, only(grads), *old)
-            before = jax.tree.leaves(new[0])
+            before = jax.tree.leaves((new[0], new[1][1]))
             done = jax.tree.map(
                 lambda d, n, keys=keys: _replaced(d, keys, _at(n, keys)) if is_tree(d) else n, done, new, is_leaf=is_tree
             )

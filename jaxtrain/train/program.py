@@ -16,26 +16,26 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
-from jaxtrain.hardware import dtypes as precision
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.model import inventory, products
-from jaxtrain.model.attention.dispatch import choose
-from jaxtrain.model.decoder import Decoder, weight_places
+from jaxtrain.model import execution as executions
+from jaxtrain.model import inventory
+from jaxtrain.model.batch import Batch
+from jaxtrain.model.decoder import Decoder, decoder_specs
 from jaxtrain.model.inventory import Inventory
 from jaxtrain.model.loss import IGNORE, SOURCE_BIT, LossSums
 from jaxtrain.model.moe import balance
 from jaxtrain.parallel import overlap
 from jaxtrain.parallel.parameters import replaced, subset
 from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
-from jaxtrain.remat import policy as memory
+from jaxtrain.remat.policy import memory_kind, with_working_copy
 from jaxtrain.runtime import compat
+from jaxtrain.train import ema as averages
 from jaxtrain.train import optimizer as optimizers
-from jaxtrain.train.device import device_functions
+from jaxtrain.train.device import DeviceProgram
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import Batch, make_train_step, mean, mean_losses
+from jaxtrain.train.step import make_train_step, mean, mean_losses
 
 LAYER_ORDER = "layer_order"  # name of `Program.layer_order` among the facts that are saved with a state
-BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +52,7 @@ class Program:
     batch_sharding: NamedSharding  # of each array of a training batch
     eval_batch_sharding: NamedSharding  # of each array [b, T] of an evaluation batch
     init: Callable[[int], TrainState]  # seed -> state
+    begin: dict[str, Callable[[Any], Any]]  # "opt_state", "ema": weights -> that before the first step with them
     train_step: jax.stages.Wrapped  # (state, batch, learning rate) -> (state, metrics); the state is donated
     eval_step: Callable[[Any, Batch], LossSums]  # (params, batch [b, T]) -> sums
     loss_and_grads: Callable  # (params, batch, step) -> (metrics, mean gradients): the step without its update
@@ -79,7 +80,7 @@ class Program:
 
             return jax.make_array_from_callback(shape, sharding, part)
 
-        return {key: put(batch[key]) for key in BATCH_KEYS}
+        return Batch(*(put(batch[key]) for key in Batch._fields))
 
     def train_rows(self) -> np.ndarray:
         """[M, b] rows of a step's global batch that this process must read, microbatch by microbatch."""
@@ -120,7 +121,7 @@ class Program:
     def abstract_step_arguments(self) -> tuple[TrainState, Batch, jax.ShapeDtypeStruct]:
         """Shapes and shardings of `train_step`'s arguments: to compile it without data."""
         batch = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
-        return self.abstract_state, dict.fromkeys(BATCH_KEYS, batch), jax.ShapeDtypeStruct((), jnp.float32)
+        return self.abstract_state, Batch(*[batch] * len(Batch._fields)), jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def with_sources(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -145,25 +146,13 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     model = ml_collections.FrozenConfigDict(config.model)
     device = mesh.devices.flat[0]
     platform = device.platform
-    backend = choose(config, platform)
-    dtype = precision.compute_dtype(config)
+    execution = executions.of_config(config, layout, platform)
     gpu = hardware.find(device.device_kind)
     if config.precision.products == "fp8" and gpu and not gpu.fp8_flops:
         raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
 
     def make(key):
-        rngs, remat = nnx.Rngs(params=key), memory.remat(config.memory)
-        return Decoder(
-            rngs,
-            model,
-            layout,
-            dtype,
-            backend,
-            remat,
-            config.overlap.prefetch,
-            products.make(config.precision.products),
-            (config.memory.expert_buffer_factor, config.overlap.expert_rounds),
-        )
+        return Decoder(nnx.Rngs(params=key), model, execution)
 
     abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, weights = nnx.split(abstract, nnx.Param)
@@ -175,10 +164,17 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     optimizer = optimizers.make(config, trained_dims)
 
     whole = layout.sharding((), "activation")
-    param_shardings = tree_shardings(layout, abstract_params, dims, "storage", memory.memory_kind(config.memory, "master"))
+    param_shardings = tree_shardings(layout, abstract_params, dims, "storage", memory_kind(config.memory, "master"))
     gradient_shardings = tree_shardings(layout, trained, trained_dims, "optimizer")
-    opt_shardings = _optimizer_shardings(layout, optimizer, trained, trained_dims, memory.memory_kind(config.memory, "moments"))
-    state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole)
+    opt_shardings = _optimizer_shardings(layout, optimizer, trained, trained_dims, memory_kind(config.memory, "moments"))
+    averaged = averages.Ema(whole, subset(param_shardings, trainable)) if config.train.ema_decay else ()
+    state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole, averaged)
+
+    def begin_optimizer(params):
+        return optimizer.init(subset(params, trainable))
+
+    def begin_ema(params):
+        return averages.begin(subset(params, trainable)) if config.train.ema_decay else ()
 
     def init(seed):
         params = nnx.to_pure_dict(nnx.state(make(jax.random.key(seed)), nnx.Param))
@@ -186,12 +182,12 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
             order = layout.layer_order(model.num_layers).ravel()
             params["blocks"] = jax.tree.map(lambda a: a[order], params["blocks"])
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, optimizer.init(subset(params, trainable)), zero, zero)
+        return TrainState(zero, params, begin_optimizer(params), zero, zero, begin_ema(params))
 
-    places = weight_places(abstract, layout, dtype)
-    functions = device_functions(config, layout, merge, abstract_params, places, dims, trainable)
+    specs = decoder_specs(abstract, layout, execution.dtype)
+    functions: Sequence[Callable] = DeviceProgram(config, layout, merge, parameters, specs).functions()
     if "master" in config.memory.offload:
-        functions = [memory.with_working_copy(function, optimizers.is_matrix(dims), dtype) for function in functions]
+        functions = [with_working_copy(function, optimizers.is_matrix(dims), execution.dtype) for function in functions]
     gradients, evaluation, logits = functions
 
     def loss_and_grads(params, batch, step):
@@ -209,9 +205,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
 
     rule = optimizers.make_update(config, trained_dims)
 
-    def update(finite, rate, grads, params, opt_state):
-        new, opt_state = rule(finite, rate, grads, subset(params, trainable), opt_state)
-        return replaced(params, new), opt_state
+    def update(finite, rate, grads, params, state):
+        new, state = rule(finite, rate, grads, subset(params, trainable), state)
+        return replaced(params, new), state
 
     train_step = make_train_step(gradients, update, config.optimizer.clip_norm, routed if model.num_experts else None)
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
@@ -224,13 +220,17 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         config=config,
         layout=layout,
         model=model,
-        dtype=dtype,
+        dtype=execution.dtype,
         inventory=parameters,
         abstract_state=abstract_state,
         batch_shape=(count, rows // count, length),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=compat.run_once_options(platform)),
+        begin={
+            key: jax.jit(function, out_shardings=shardings, compiler_options=compat.run_once_options(platform))
+            for key, function, shardings in (("opt_state", begin_optimizer, opt_shardings), ("ema", begin_ema, averaged))
+        },
         train_step=jax.jit(
             train_step,
             out_shardings=(state_shardings, whole),

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxtrain.model.attention.block import Cache
 from jaxtrain.model.decoder import empty_cache
-from jaxtrain.parallel.parameters import Stored
+from jaxtrain.parallel.parameters import sharded_parameters
 from jaxtrain.parallel.sharding import per_device
 from jaxtrain.train.program import Program
 
@@ -107,7 +107,7 @@ def _dims(program):
 
 def _advance(program, weights, rows, start, cache):
     """Logits [B, V] of the last position and the cache, of tokens, segments and positions [B, T] at places start, ..."""
-    decoder = program.merge(jax.tree.map(Stored, weights))
+    decoder = program.merge(sharded_parameters(weights))
     x, head, cache, *_ = decoder.hidden(*rows, cache=cache, start=start)
     return decoder.logits(x[:, -1:], head)[:, 0], cache
 

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import logging
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import ml_collections
 import numpy as np
 
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.retention import Keep
+from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.train.state import TrainState
 
 log = logging.getLogger(__name__)
+
+
+def open_checkpointer(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Checkpointer:
+    """The Checkpointer of section `checkpoint`."""
+    c = config.checkpoint
+    keep = Keep(c.keep_last, c.keep_every_steps, c.keep_every_minutes, c.keep_best, c.best_metric, c.best_mode)
+    return Checkpointer(workdir, c.save_every_steps, keep, c.save_every_minutes, c.weights_only, c.copy_to)
+
+
+def require_metric(config: ml_collections.ConfigDict, sets: Sequence[str]) -> None:
+    """Raises ConfigError if checkpoint.best_metric, where it is used, is no figure of evaluation on these held-out sets."""
+    figures = ["eval_loss", "eval_perplexity", "eval_bits_per_byte"]
+    known = [f"{figure}{of}" for of in ("", *(f"_{name}" for name in sets if len(sets) > 1)) for figure in figures]
+    known.remove("eval_bits_per_byte") if len(sets) > 1 else None
+    known += [f"ema_{figure}" for figure in known] if config.train.ema_decay else []
+    if config.checkpoint.keep_best and config.checkpoint.best_metric not in (known if sets else ()):
+        there = f"known: {', '.join(known)}" if sets else "there is no held-out text"
+        raise ConfigError([f"checkpoint.best_metric: no figure {config.checkpoint.best_metric} is evaluated; {there}"])
 
 
 class Keeper:
@@ -21,11 +45,15 @@ class Keeper:
     def __init__(self, checkpointer: Checkpointer, lock: WorkdirLock, facts: dict[str, Any]):
         self._checkpointer, self._lock, self._facts = checkpointer, lock, facts
         self._first_bad = 0  # the first step of those that have been skipped in a row up to now; 0: the last was fine
-        self._postponed = False
+        self._postponed = self._failing = False
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the state after `step` is to be given to `save`."""
         return self._postponed or self._checkpointer.should_save(step, last)
+
+    def improves(self, evaluation: dict[str, float]) -> bool:
+        """Whether a state with this evaluation is among the best, which are kept."""
+        return self._checkpointer.improves(evaluation)
 
     def finished(self, step: int, skipped_in_row: int) -> None:
         """A step's metrics have arrived."""
@@ -33,17 +61,56 @@ class Keeper:
         if not skipped_in_row:
             self._checkpointer.rotate(step)
 
-    def save(self, step: int, state: TrainState, evaluation: dict[str, float]) -> None:
-        """Saves, or postpones it until a step is fine again. `evaluation`: of this state, as far as there is one; of the last
-        state of a run there must be, since no step follows to say whether it is fine."""
-        if not self._first_bad and not np.isfinite(evaluation.get("eval_loss", 0.0)):
-            self._first_bad = step + 1  # the gradient will say so too
+    def judge(self, step: int, loss: float) -> None:
+        """Takes a loss of the state after `step` that is not finite for what the next gradient would be, too: it is ruined."""
+        if not self._first_bad and not np.isfinite(loss):
+            self._first_bad = step + 1
+
+    def save(self, step: int, state: TrainState, evaluation: dict[str, float], at_once: bool = True) -> None:
+        """Saves, or postpones it until a step is fine again and, unless `at_once`, the save before has been written.
+
+        `evaluation`: of this state, as far as there is one. Without one, the last state of a run is to be judged before.
+        """
+        self.judge(step, evaluation.get("eval_loss", 0.0))
         if self._first_bad and not self._postponed:
             log.warning("Step %d: no checkpoint is saved, nor any deleted, until a step is fine again", step)
-        self._postponed = bool(self._first_bad)
+        busy = not at_once and not self._first_bad and self._checkpointer.busy()
+        if busy and not self._postponed:
+            log.warning("Step %d: the checkpoint before is still being written, this one is saved when it is done", step)
+        self._postponed = bool(self._first_bad) or busy
         if not self._postponed:
+            self._failing = True  # until it has begun
             self._lock.require_held()
-            self._checkpointer.save(step, state, self._facts)
+            self._checkpointer.save(step, state, self._facts, evaluation)
+            self._failing = False
+
+    def save_after_error(self, state: TrainState, pending: tuple[int, dict[str, Any]] | None, start: int) -> None:
+        """Saves what a run has reached that ends with an error, if the state is whole and its steps were fine. Never raises.
+
+        Args:
+          pending: the last step and its metrics, if these have not been looked at.
+          start: steps that the run began with.
+        """
+        try:
+            jax.block_until_ready(state)  # raises if it went into a step that failed
+            step = int(state.step)
+            if pending:
+                self.finished(pending[0], int(pending[1]["skipped_in_row"]))
+        except Exception:
+            log.error("The state went into the step that failed and is lost; checkpoints are as they were")
+            return
+        if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
+            return
+        if jax.process_count() > 1:
+            log.error("Step %d is not saved: that takes all processes, and others may be elsewhere", step)
+            return
+        try:
+            self.save(step, state, {})
+            self._checkpointer.wait()
+        except UserError as failure:
+            log.error("Step %d could not be saved either: %s", step, failure)
+        if self._checkpointer.newest() == step:
+            log.warning("The state after step %d, the last before the error, is saved", step)
 
     def wait(self) -> None:
         """Until what is being saved is complete."""

@@ -19,8 +19,11 @@ import ml_collections
 import numpy as np
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint import remote
+from jaxtrain.checkpoint.choice import on_first
 from jaxtrain.checkpoint.hf import carried, reading
-from jaxtrain.checkpoint.manager import FOLDER, Checkpointer, Wanted, restore_params
+from jaxtrain.checkpoint.manager import Checkpointer, Wanted, restore_params
+from jaxtrain.checkpoint.remote import FOLDER
 from jaxtrain.config import setting
 from jaxtrain.config.changes import Change, changes, recorded
 from jaxtrain.errors import UserError
@@ -31,6 +34,7 @@ from jaxtrain.train.state import TrainState
 
 log = logging.getLogger(__name__)
 HISTORY = "config_history.jsonl"
+ANEW = {"opt_state": "the optimizer's state", "ema": "their moving average"}  # fields of the state that may begin anew
 
 
 class Start:
@@ -47,12 +51,12 @@ class Start:
         text = fingerprints if len(fingerprints) > 1 else next(iter(fingerprints.values()))  # of one source as ever
         self.facts = {"data_fingerprint": text, "config": self._own, LAYER_ORDER: program.layer_order}
         self._changes: list[Change] = []
-        self._wanted = Wanted(self._problems, config.checkpoint.restore_step or None, self._continues)
+        self._wanted = Wanted(self._problems, config.checkpoint.restore_step or None, self._continues, self._anew)
 
     def check(self, checkpointer: Checkpointer) -> None:
         """Raises UserError, before anything is compiled, if the run cannot go on from the checkpoint that there is."""
-        found, source = checkpointer.look(self._program.abstract_state, self._wanted), self._config.checkpoint.init_from
-        if not found and source:
+        found = checkpointer.look(self._program.abstract_state, self._wanted)
+        if not found and (source := self._source()):
             _weights_of(source, self._program, self._own, read=False)
 
     def state(self, checkpointer: Checkpointer) -> tuple[TrainState, int]:
@@ -60,10 +64,12 @@ class Start:
         restored = checkpointer.restore_newest(self._program.abstract_state, self._wanted)
         source = self._config.checkpoint.init_from
         if not restored:
+            source = self._source()
             state = control.compiled_together(self._program.init)(self._config.train.seed)
             if source:
-                jax.tree.map(lambda x: x.delete(), state.params)  # room for the others
+                jax.tree.map(lambda x: x.delete(), (state.params, state.ema))  # room for the others
                 state = dataclasses.replace(state, params=_weights_of(source, self._program, self._own))
+                state = self._begun(state, ["ema"] if state.ema else [])
             return state, 0
         state, facts, step = restored
         log.info("Continuing from the checkpoint of step %d", step)
@@ -71,8 +77,25 @@ class Start:
             log.info("checkpoint.init_from is for a run without checkpoints: %s is not read", source)
         self._tell_changes(facts, step)
         zero = jax.device_put(np.int32(0), state.skipped_in_row.sharding)  # the count is of this run's own steps
-        state = dataclasses.replace(self._program.in_own_order(state, facts.get(LAYER_ORDER)), skipped_in_row=zero)
+        anew = [key for key in ANEW if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(getattr(state, key)))]
+        state = dataclasses.replace(state, skipped_in_row=zero, **dict.fromkeys(anew))
+        state = self._begun(self._program.in_own_order(state, facts.get(LAYER_ORDER)), anew)
+        for key in anew:
+            log.warning("Of step %d the weights are kept, %s begins anew", step, ANEW[key])
         return state, step
+
+    def _source(self) -> str:
+        """checkpoint.init_from; of a URL the copy of one step that is made in WORKDIR/init_from."""
+        source, folder = self._config.checkpoint.init_from, self._workdir / "init_from"
+        if not remote.is_remote(source):
+            return source
+        on_first(lambda: "" if (folder / FOLDER).is_dir() else remote.fetch_one(source, folder))
+        return str(folder)
+
+    def _begun(self, state: TrainState, fields: list[str]) -> TrainState:
+        """The state with these fields as they are before the first step with its weights."""
+        begin = {key: control.compiled_together(self._program.begin[key])(state.params) for key in fields}
+        return dataclasses.replace(state, **begin)
 
     def record(self, step: int) -> None:
         """Writes config.json, and to config_history.jsonl what changed since the checkpoint of `step`. For one process."""
@@ -83,9 +106,8 @@ class Start:
                 with (self._workdir / HISTORY).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             configs.save(self._config, self._workdir / "config.json")
-            source = pathlib.Path(self._config.checkpoint.init_from).expanduser()
             if self._config.checkpoint.init_from and not step:
-                carried.take_over(source, self._workdir)
+                carried.take_over(pathlib.Path(self._source()).expanduser(), self._workdir)
         except OSError as error:
             raise UserError(f"--workdir={self._workdir}: cannot be written ({error.strerror})") from error
 
@@ -104,6 +126,13 @@ class Start:
         if old != new and not explained and self._config.data.on_change == "refuse":
             problems += _changed_data(old, new)
         return problems
+
+    def _anew(self, facts: dict, misfits: list[str]) -> set[str]:
+        """What of the state may begin anew: the average; the optimizer's state if the settings say that it is another one."""
+        found = changes(saved_settings(facts, self._workdir, self._own), self._own)
+        another = any(change.key.startswith("optimizer.") or change.key == "train.frozen" for change in found)
+        fields = {name.partition("/")[0] for name in misfits}
+        return set() if "params" in fields else fields & (set(ANEW) if another else {"ema"})
 
     def _continues(self, facts: dict) -> bool:
         """Whether a checkpoint was saved by a run that went on from the same step with the same settings."""
@@ -173,7 +202,12 @@ def _weights_of(source: str, program: Program, own: dict, read: bool = True) -> 
         return _weights_of_hugging_face(path, program, read)
     in_folder = path.parent.name == FOLDER and path.name.isdecimal()
     workdir, step = (path.parent.parent, int(path.name)) if in_folder else (path, None)
-    params, facts, step = restore_params(workdir, program.abstract_state.params, step, read)
+
+    def problems(facts: dict, misfits: list[str]) -> list[str]:
+        found = changes(saved_settings(facts, workdir, own), own) if misfits else []
+        return [f"{c.key}: {c.old!r} there, {c.new!r} in this run" for c in found if c.key.startswith("model.")]
+
+    params, facts, step = restore_params(workdir, program.abstract_state.params, step, read, problems=problems)
     if not read:
         return None
     log.info("Weights come from the checkpoint of step %d in %s (checkpoint.init_from)", step, workdir)

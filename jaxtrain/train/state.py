@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain.parallel.parameters import replaced
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,3 +24,9 @@ class TrainState:
     opt_state: Any
     skipped: jax.Array  # steps whose gradient was not finite
     skipped_in_row: jax.Array
+    ema: Any = ()  # `train.ema.Ema` of the trained weights; (): none (train.ema_decay)
+
+
+def with_ema(state: TrainState) -> Any:
+    """Weights with the moving average in the places of those that have one."""
+    return replaced(state.params, state.ema.weights)

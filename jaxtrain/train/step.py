@@ -8,66 +8,73 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.model.batch import Batch
 from jaxtrain.model.loss import LossSums
+from jaxtrain.parallel.parameters import sharded_parameters
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.train.state import TrainState
 
-Batch = dict[str, jax.Array]
-LossFunction = Callable[[Any, Any, Any, bool, Any, Batch, jax.Array, jax.Array | int], tuple[LossSums, Any]]
+# (`ShardedParameter`s, rows [b, T], facts, microbatch) -> LossSums, and gathered parameters that serve the whole step.
+LossFunction = Callable[[Any, Batch, Any, jax.Array | int], tuple[LossSums, Any]]
 
 
-def make_gradients(loss: LossFunction, slots: Callable[[bool], Any], zero: LossSums, defers: bool, keeps: bool) -> Callable:
-    """`(weights, batch, step) -> (LossSums, gradients)` of this device's batch [M, b, T], gradients summed over all devices.
+def make_gradients(
+    loss: LossFunction, gradient_buffers: Callable[[bool], Any], zero_sums: LossSums, defers: bool, keeps_gathered: bool
+) -> Callable:
+    """`(parameters, batch, facts) -> (LossSums, gradients)` of this device's batch [M, b, T]; gradients summed over all
+    devices.
 
     Sums of losses, gradients (float32) and targets run through the microbatches and are divided once, by the number of
     targets of the whole batch (`mean`): a mean of means would weigh microbatches with few targets too much.
 
     Args:
-      loss: `(weights, slots, earlier, last, ready, batch [b, T], step, microbatch) -> (LossSums, fetched)`; gradients are
-        those of `objective` by the slots, with the `earlier` ones added.
-      zero: sums over nothing.
-      slots: zeros like the gradients of a microbatch that is the last (True) or not.
+      loss: its gradients are those of `LossSums.objective`, by gradient buffers, added to the accumulated gradients.
+      gradient_buffers: `is_last_microbatch -> ` zeros like the gradients.
+      zero_sums: sums over nothing.
       defers: sums over devices wait for the last microbatch, which then stands outside the loop over microbatches.
-      keeps: what weights the first microbatch has fetched (`fetched`) serve the others too; then it stands outside as well.
+      keeps_gathered: parameters that the first microbatch has gathered serve the others too; then it stands outside as well.
     """
 
-    def objective(zeros, weights, earlier, last, ready, batch, step, number):
-        sums, fetched = loss(weights, zeros, earlier, last, ready, batch, step, number)
-        return sums.objective, (sums, fetched)
+    def objective(buffers, parameters, rows, facts, number):
+        values, accumulated, is_last_microbatch, is_gathered = parameters
+        own = sharded_parameters(values, buffers, accumulated, is_last_microbatch, is_gathered)
+        sums, gathered = loss(own, rows, facts, number)
+        return sums.objective, (sums, gathered)
 
-    def gradients(weights, batch, step):
-        count, ready = batch["tokens"].shape[0], None
+    def gradients(values, batch, facts):
+        count, is_gathered = batch.tokens.shape[0], None
 
-        def differentiate(number, earlier, last):
+        def differentiate(number, accumulated, is_last_microbatch):
+            parameters = values, accumulated, is_last_microbatch, is_gathered
             rows = jax.tree.map(lambda x: x[number], batch)
-            return jax.grad(objective, has_aux=True)(slots(last), weights, earlier, last, ready, rows, step, number)
+            return jax.grad(objective, has_aux=True)(gradient_buffers(is_last_microbatch), parameters, rows, facts, number)
 
         def one_of_loop(carry, number):
-            total, (sums, _) = differentiate(number, carry[0], last=not defers)
+            total, (sums, _) = differentiate(number, carry[0], is_last_microbatch=not defers)
             return (total, jax.tree.map(jnp.add, carry[1], sums)), None
 
-        total, sums, start, stop = None, zero, 0, count - defers
-        if count == 1 or keeps:
-            total, (sums, fetched) = differentiate(0, None, last=not defers or count == 1)
-            weights, ready, start = *_replace(weights, fetched), 1
+        total, sums, start, stop = None, zero_sums, 0, count - defers
+        if count == 1 or keeps_gathered:
+            total, (sums, gathered) = differentiate(0, None, is_last_microbatch=not defers or count == 1)
+            values, is_gathered, start = *_with_gathered(values, gathered), 1
         if start < stop:
-            total = slots(not defers) if total is None else total
+            total = gradient_buffers(not defers) if total is None else total
             (total, sums), _ = jax.lax.scan(one_of_loop, (total, sums), jnp.arange(start, stop))
         if defers and count > 1:
             # Not before the others: XLA would run its forward first, and keep its activations beside theirs.
             batch, total = jax.lax.optimization_barrier((batch, total))
-            total, (last_sums, _) = differentiate(count - 1, total, last=True)
+            total, (last_sums, _) = differentiate(count - 1, total, is_last_microbatch=True)
             sums = jax.tree.map(jnp.add, sums, last_sums)
         return sums, total
 
     return gradients
 
 
-def _replace(weights: Any, fetched: Any) -> tuple[Any, Any]:
-    """Weights with those of `fetched`, part of a nested dict like theirs, in their places, and which they are."""
-    if not isinstance(weights, dict):
-        return (weights, False) if fetched is None else (fetched, True)
-    pairs = {key: _replace(value, (fetched or {}).get(key)) for key, value in weights.items()}
+def _with_gathered(values: Any, gathered: Any) -> tuple[Any, Any]:
+    """Parameters with those of `gathered`, part of a nested dict like theirs, in their place; and which they are."""
+    if not isinstance(values, dict):
+        return (values, False) if gathered is None else (gathered, True)
+    pairs = {key: _with_gathered(value, (gathered or {}).get(key)) for key, value in values.items()}
     return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
 
 
@@ -83,7 +90,7 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
 
     Args:
       gradients: `(params, batch, step) -> (LossSums, sums of gradients, their norm)`; update: see `optimizer.make_update`.
-      routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts.
+      routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts; what it moves has no gradient.
     """
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -94,8 +101,8 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             with jax.named_scope(WEIGHTS):
                 grads = jax.tree.map(lambda g: g * scale, grads)
-        params, opt_state = update(finite, learning_rate, grads, state.params, state.opt_state)
-        params, extra = routed(params, sums, finite) if routed else (params, {})
+        params, extra = routed(state.params, sums, finite) if routed else (state.params, {})
+        params, (opt_state, ema) = update(finite, learning_rate, grads, params, (state.opt_state, state.ema))
         skip = 1 - finite.astype(jnp.int32)
         state = TrainState(
             step=state.step + 1,
@@ -103,6 +110,7 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
             opt_state=opt_state,
             skipped=state.skipped + skip,
             skipped_in_row=(state.skipped_in_row + 1) * skip,
+            ema=ema,
         )
         metrics = mean_losses(sums) | extra
         metrics |= {

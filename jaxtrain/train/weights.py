@@ -86,6 +86,7 @@ def open_model(
     step: int | None = None,
     narrow: bool = False,
     text: bool = False,
+    ema: bool = False,
 ) -> Model:
     """The model of a folder, its weights on the devices that its mesh takes: this process's first, or all of all processes.
 
@@ -94,8 +95,11 @@ def open_model(
       step: of a run's checkpoints; None: the newest whole one.
       narrow: float64 tensors of a Hugging Face folder may become float32.
       text: see `config_of`.
+      ema: the moving average of a run's weights.
     """
     path = pathlib.Path(folder)
+    if ema and reading.is_folder(path):
+        raise UserError(f"{folder}: is a Hugging Face folder, which has no moving average of weights beside them")
     config = config_of(path, base or {}, overrides, text)
     startup.initialize(config)
     count = 1
@@ -111,7 +115,7 @@ def open_model(
         source = reading.open_source(path)
         params = reading.load(source, program.abstract_state.params, program.model, program.layer_order, narrow)
         return Model(program, params, None, path)
-    params, facts, step = restore_params(path, program.abstract_state.params, step)
+    params, facts, step = restore_params(path, program.abstract_state.params, step, ema=ema)
     return Model(program, program.in_own_order(params, facts.get(LAYER_ORDER)), step, path)
 
 

@@ -16,11 +16,11 @@ from jaxtrain.model.attention import blockwise, cudnn, reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.dropout import factors
-from jaxtrain.model.layers import Linear, Norm, columns, read, row, shared_by_replicas, vector
-from jaxtrain.model.products import Product, fp8
+from jaxtrain.model.execution import Execution
+from jaxtrain.model.layers import Linear, Norm, column_parallel, read, row_parallel, shared_by_replicas, vector
+from jaxtrain.model.matmul_precision import fp8
 from jaxtrain.model.rope import rotate
 from jaxtrain.parallel.parameters import own_heads_of
-from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import named
 
 
@@ -77,31 +77,31 @@ class Attention(nnx.Module):
         self,
         rngs: nnx.Rngs,
         model: ml_collections.ConfigDict,
-        layout: Layout,
-        backend: str,
+        execution: Execution,
         out_stddev: float,
-        product: Product,
     ):
-        self.model, self.layout, self.backend = model, layout, backend
+        layout = execution.layout
+        self.model, self.layout, self.backend = model, layout, execution.attention_backend
         d, n = model.embed_dim, model.num_heads
-        bias = ((d,), ("vector",)) if model.attention_out_bias else None
-        shape, dims = (d, n, self.value_dim), ("embed", "heads", "head_dim")
-        self._make_inputs(rngs, product)
-        self.out = Linear(rngs, shape, dims, out_stddev, layout, bias, layout.sequence_parallel, product, row=True)
-        self.sinks = vector((n,), ("heads",), 0.0) if model.attention_sinks else None
+        bias = vector({"vector": d}, 0.0, layout.sequence_parallel) if model.attention_out_bias else None
+        sizes = {"embed": d, "heads": n, "head_dim": self.value_dim}
+        self._make_inputs(rngs, execution)
+        self.out = Linear(rngs, sizes, out_stddev, execution, bias, row_parallel=True)
+        self.sinks = vector({"heads": n}) if model.attention_sinks else None
 
     @property
     def value_dim(self) -> int:
         """Width of a head's values and outputs."""
         return self.model.head_dim
 
-    def _make_inputs(self, rngs, product):
-        model, layout = self.model, self.layout
+    def _make_inputs(self, rngs, execution):
+        model = self.model
         d, n, k, h = model.embed_dim, model.num_heads, model.num_kv_heads, model.head_dim
 
         def qkv(count, name):
-            bias = ((count, h), (name, "head_dim")) if model.qkv_bias else None
-            return Linear(rngs, (d, count, h), ("embed", name, "head_dim"), model.init_stddev, layout, bias, product=product)
+            sizes = {name: count, "head_dim": h}
+            bias = vector(sizes) if model.qkv_bias else None
+            return Linear(rngs, {"embed": d} | sizes, model.init_stddev, execution, bias)
 
         self.query, self.key, self.value = qkv(n, "heads"), qkv(k, "kv_heads"), qkv(k, "kv_heads")
         norm = (h, "rmsnorm", model.norm_eps, model.norm_unit_offset, True)
@@ -117,12 +117,12 @@ class Attention(nnx.Module):
         with jax.named_scope("attention"):
             out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, layer, keys)
         out = out.reshape(q.shape)[..., : self.value_dim]
-        return named("attention_out", row, out, "BTNH,DNH->BTD", self.out), cache
+        return named("attention_out", row_parallel, out, "BTNH,DNH->BTD", self.out), cache
 
     def _inputs(self, x, rows, layer):
         """Queries [B, T, N, H], keys and values [B, T, K, H] of this device's heads, rotated."""
-        q, k, v = named("qkv", columns, x, "BTD,DNH->BTNH", self.query, self.key, self.value)
-        if self.key.product is fp8 and self.layout.heads.repeat > 1:
+        q, k, v = named("qkv", column_parallel, x, "BTD,DNH->BTNH", self.query, self.key, self.value)
+        if self.key.matmul is fp8 and self.layout.heads.repeat > 1:
             k, v = shared_by_replicas(k, self.layout), shared_by_replicas(v, self.layout)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.block import Attention
-from jaxtrain.model.layers import Linear, Norm, columns, own, shared_by_tensor
+from jaxtrain.model.layers import Linear, Norm, column_parallel, replicated_linear, shared_by_tensor
 from jaxtrain.model.rope import rotate
 from jaxtrain.remat.policy import name
 
@@ -26,18 +26,16 @@ class LatentAttention(Attention):
         """Width of a head's values and outputs."""
         return self.model.v_head_dim
 
-    def _make_inputs(self, rngs, product):
-        model, layout = self.model, self.layout
+    def _make_inputs(self, rngs, execution):
+        model = self.model
         d, n, h, rotated = model.embed_dim, model.num_heads, model.head_dim, model.qk_rope_head_dim
-        split = layout.sequence_parallel
+        split = self.layout.sequence_parallel
 
         def narrow(width):
-            dims = ("embed", "latent_out")
-            return Linear(rngs, (d, width), dims, model.init_stddev, layout, product=product, split_inputs=split)
+            return Linear(rngs, {"embed": d, "latent_out": width}, model.init_stddev, execution, split_inputs=split)
 
         def wide(rank, width, first="latent"):
-            dims = (first, "heads", "head_dim")
-            return Linear(rngs, (rank, n, width), dims, model.init_stddev, layout, product=product)
+            return Linear(rngs, {first: rank, "heads": n, "head_dim": width}, model.init_stddev, execution)
 
         def norm(width):
             return Norm(width, "rmsnorm", NORM_EPS, model.norm_unit_offset, split)
@@ -52,10 +50,12 @@ class LatentAttention(Attention):
     def _inputs(self, x, rows, layer):
         model, wide = self.model, "BTD,DNH->BTNH"
         narrow = "BtD,DR->BtR"
-        queries = self.query_norm(own(x, narrow, self.query_down)) if model.q_lora_rank else x
-        [q] = columns(queries, wide, self.query)
-        k, v = columns(self.key_value_norm(own(x, narrow, self.key_value_down)), wide, self.key, self.value)
-        rotated = shared_by_tensor(own(x, narrow, self.rotated_key), self.layout)
+        queries = self.query_norm(replicated_linear(x, narrow, self.query_down)) if model.q_lora_rank else x
+        [q] = column_parallel(queries, wide, self.query)
+        k, v = column_parallel(
+            self.key_value_norm(replicated_linear(x, narrow, self.key_value_down)), wide, self.key, self.value
+        )
+        rotated = shared_by_tensor(replicated_linear(x, narrow, self.rotated_key), self.layout)
         q, k, v, rotated = name((q, k, v, rotated), "qkv")
         plain, turned = jnp.split(q, [model.head_dim - model.qk_rope_head_dim], -1)
         angles = rows.angles(layer)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.merge import halves, join, merge, row_sums, saved_lse, select, sinks_gradient, with_sinks
-from jaxtrain.parallel.collectives import all_to_all, index, permute
+from jaxtrain.parallel.collectives import all_to_all, axis_index, permute
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import name
 
@@ -54,7 +54,7 @@ def attend(q, k, v, segments, window, ring: Ring, sinks: jax.Array | None = None
     q = q.reshape(*q.shape[:2], k.shape[2] * copies, -1, q.shape[-1])
     if sinks is not None:  # those of the heads that this device has after the exchange
         sinks, own = sinks.reshape(q.shape[2:4]), q.shape[2] // group
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, index(layout, "sequence") % group * own, own, 0)
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, axis_index(layout, "sequence") % group * own, own, 0)
     q, k, v = (_to_heads(x, layout) for x in (q, *(jnp.repeat(x, copies, 2) for x in (k, v))))
     return _to_positions(_attend(q, k, v, segments, window, ring, sinks), layout).reshape(shape)
 
@@ -154,7 +154,7 @@ class _Steps:
         layout = ring.layout
         self.layout, self.context, self.segments, self.causal = layout, layout.context, segments, ring.causal
         self.count, self.length = layout.context.ring, q.shape[1]
-        self.own = index(layout, "sequence") // self.context.group
+        self.own = axis_index(layout, "sequence") // self.context.group
 
     def mask(self, queries: Positions, keys: Positions, window: jax.Array | int) -> Mask:
         """Of a step after the first. Causal order is a matter of whole chunks then: keys are earlier, or are not looked at."""
@@ -168,7 +168,7 @@ class _Steps:
         """[B, T] of the device `step` places earlier in the ring."""
         source = (self.own - step) % self.count
         offsets = jnp.arange(self.length)
-        places = self.context.places(source * self.context.group, offsets, self.length // self.context.group)
+        places = self.context.row_positions(source * self.context.group, offsets, self.length // self.context.group)
         segments = jax.lax.dynamic_slice_in_dim(self.segments, source * self.length, self.length, 1)
         return Positions(jnp.broadcast_to(places, segments.shape), segments)
 

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxtrain.model.moe.router import Routing
+from jaxtrain.model.moe.router import RouterSums
 from jaxtrain.parallel.collectives import psum
 from jaxtrain.parallel.sharding import TOKEN_AXES, Layout
 
 
-class Batch(NamedTuple):
+class BatchCounts(NamedTuple):
     """What a loss over the batch must know of all of it, before its first backward."""
 
     targets: jax.Array  # float32 scalars
@@ -35,12 +35,12 @@ def needs_counts(config: ml_collections.ConfigDict) -> bool:
     )
 
 
-def total(routing: Routing, layout: Layout) -> Routing:
+def total(routing: RouterSums, layout: Layout) -> RouterSums:
     """Sums over all devices."""
     return psum(layout, routing, *TOKEN_AXES, *(("tensor",) if layout.sequence_parallel else ()))
 
 
-def objective(routing: Routing, batch: Batch, config: ml_collections.ConfigDict, layout: Layout) -> jax.Array:
+def objective(routing: RouterSums, batch: BatchCounts, config: ml_collections.ConfigDict, layout: Layout) -> jax.Array:
     """This device's and microbatch's part of (balancing loss + z-loss) x targets of the batch, like `LossSums.objective`."""
     train, model = config.train, config.model
     tokens = jnp.maximum(batch.tokens, 1.0)
@@ -54,7 +54,7 @@ def objective(routing: Routing, batch: Batch, config: ml_collections.ConfigDict,
     return found * batch.targets / tokens
 
 
-def figures(routing: Routing, config: ml_collections.ConfigDict) -> dict[str, jax.Array]:
+def figures(routing: RouterSums, config: ml_collections.ConfigDict) -> dict[str, jax.Array]:
     """Unscaled losses and loads, means over layers, of sums over all devices and microbatches.
 
     `expert_load` [L, E] is 1 where an expert has its even share; a balancing loss of 1 is balance.
@@ -85,5 +85,6 @@ def move_bias(params: Any, counts: jax.Array, finite: jax.Array, rate: float) ->
     """
     step = rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
     mlp = params["blocks"]["mlp"]
-    router = mlp["router"] | {"bias": mlp["router"]["bias"] + jnp.where(finite, step, 0.0)}
+    bias = jax.device_put(mlp["router"]["bias"], jax.memory.Space.Device)  # from the host, with memory.offload
+    router = mlp["router"] | {"bias": bias + jnp.where(finite, step, 0.0)}
     return params | {"blocks": params["blocks"] | {"mlp": mlp | {"router": router}}}

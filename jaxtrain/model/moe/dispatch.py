@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.parallel.collectives import all_to_all, index, psum
+from jaxtrain.parallel.collectives import all_to_all, axis_index, psum
 from jaxtrain.parallel.sharding import Layout
 
 AXIS = "expert"
@@ -78,32 +78,32 @@ def sizes(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The routes of one device's tokens, sorted."""
+class DispatchPlan:
+    """The router assignments of one device's tokens, sorted."""
 
     order: jax.Array  # [N k] choices (token * k + which) by expert, those to nowhere last
     first: jax.Array  # [E + 1] place in `order` where an expert's choices begin
-    place: jax.Array  # [N, k] of each choice among those to the same device; negative: it goes nowhere
+    position: jax.Array  # [N, k] of each choice among those to the same device; negative: it goes nowhere
     device: jax.Array  # [N, k] where it goes
     counts: jax.Array  # [devices, own experts]: rows that each device sends this one
     rounds: jax.Array  # of the fullest pair of devices
 
 
-def plan(experts: jax.Array, s: Sizes) -> Plan:
-    """Routes [N, k] (E: nowhere) -> the plan. Devices of `expert` tell each other their counts."""
+def dispatch_plan(experts: jax.Array, s: Sizes) -> DispatchPlan:
+    """Assignments [N, k] (E: nowhere) -> their plan. Devices of `expert` tell each other their counts."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     first = jnp.searchsorted(flat[order], jnp.arange(s.experts + 1), method="compare_all").astype(jnp.int32)
-    sorted_place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    sorted_position = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     device = jnp.minimum(flat // s.own_experts, s.ways - 1)
-    place = jnp.where(flat < s.experts, sorted_place - first[device * s.own_experts], -1)
+    position = jnp.where(flat < s.experts, sorted_position - first[device * s.own_experts], -1)
     # A sum, though it is a gather: XLA would join the latter with the gathers of weights, and wait for them here.
-    own, me = jnp.diff(first).reshape(s.ways, s.own_experts), index(s.layout, AXIS)
+    own, me = jnp.diff(first).reshape(s.ways, s.own_experts), axis_index(s.layout, AXIS)
     counts = psum(s.layout, jnp.zeros((s.ways, *own.shape), jnp.int32).at[me].set(own), AXIS)
     fullest = counts.sum(-1).max()
     mine = jax.lax.dynamic_index_in_dim(counts, me, 1, keepdims=False)
     shape = (s.tokens, s.per_token)
-    return Plan(order, first, place.reshape(shape), device.reshape(shape), mine, -(-fullest // s.rows))
+    return DispatchPlan(order, first, position.reshape(shape), device.reshape(shape), mine, -(-fullest // s.rows))
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +112,7 @@ class Round:
     """What a device sends in one round of a plan."""
 
     choice: jax.Array  # [devices * rows] the choice that each row sent is; N k: the row is empty
-    place: jax.Array  # [N, k] the row that each choice is; devices * rows: it is not of this round
+    position: jax.Array  # [N, k] the row that each choice is; devices * rows: it is not of this round
 
 
 @jax.tree_util.register_dataclass
@@ -124,19 +124,25 @@ class Blocks:
     expert: jax.Array  # [blocks] of this device
 
 
-def round_of(plan: Plan, number: jax.Array | int, s: Sizes) -> Round:
+def round_of(plan: DispatchPlan, number: jax.Array | int, s: Sizes) -> Round:
     """What is sent in round `number`."""
     start = number * s.rows
     begin = plan.first[:: s.own_experts]  # [devices + 1]
     at = begin[:-1, None] + start + jnp.arange(s.rows)
-    choice = jnp.where(at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size)
-    place = plan.place - start
-    place = jnp.where((place >= 0) & (place < s.rows) & (plan.place >= 0), plan.device * s.rows + place, s.received)
-    return Round(choice.reshape(-1), place)
+    choice = jnp.where(
+        at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size
+    )
+    position = plan.position - start
+    position = jnp.where(
+        (position >= 0) & (position < s.rows) & (plan.position >= 0),
+        plan.device * s.rows + position,
+        s.received,
+    )
+    return Round(choice.reshape(-1), position)
 
 
 def blocks_of(counts: jax.Array, number: jax.Array | int, s: Sizes) -> Blocks:
-    """What arrives in round `number`, of `counts` as in `Plan`: from each device its rows for this one, by expert."""
+    """What arrives in round `number`, of `counts` as in `DispatchPlan`: from each device its rows for this one, by expert."""
     start = number * s.rows
     within = start + jnp.arange(s.rows)
     ends = jnp.cumsum(counts, 1)  # [devices, own experts]
@@ -161,11 +167,11 @@ def rows_of(x: jax.Array, r: Round, s: Sizes, of_token: bool) -> jax.Array:
     return x.at[choice].get(mode="fill", fill_value=0)
 
 
-def give_back(y: jax.Array, r: Round, s: Sizes) -> jax.Array:
+def combine(y: jax.Array, r: Round, s: Sizes) -> jax.Array:
     """Received rows [devices * rows, ...] back to where they came from: [N, k, ...], zero for choices of other rounds."""
-    return swap(y, s).at[r.place].get(mode="fill", fill_value=0)
+    return dispatch(y, s).at[r.position].get(mode="fill", fill_value=0)
 
 
-def swap(x: jax.Array, s: Sizes) -> jax.Array:
+def dispatch(x: jax.Array, s: Sizes) -> jax.Array:
     """[devices * rows, ...]: the rows for each device to that device."""
     return all_to_all(s.layout, x, AXIS, 0, 0)

@@ -12,70 +12,77 @@ that neither is kept or computed twice what that product gives, nor what brings 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.model.layers import Linear
+from jaxtrain.model.execution import Execution
+from jaxtrain.model.layers import Linear, vector
+from jaxtrain.model.matmul_precision import Matmul, peaks, plain
 from jaxtrain.model.mlp import GATED, Activation
-from jaxtrain.model.moe.dispatch import Blocks, Plan, Sizes, blocks_of, give_back, plan, round_of, rows_of, sizes, swap
-from jaxtrain.model.moe.router import Routes, capacity
-from jaxtrain.model.products import Product, peaks, plain
-from jaxtrain.parallel.collectives import index
-from jaxtrain.parallel.parameters import Weight
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.model.moe.dispatch import (
+    Blocks,
+    DispatchPlan,
+    Sizes,
+    blocks_of,
+    combine,
+    dispatch,
+    dispatch_plan,
+    round_of,
+    rows_of,
+    sizes,
+)  # fmt: skip
+from jaxtrain.model.moe.router import RouterAssignments, capacity
+from jaxtrain.parallel.collectives import axis_index
+from jaxtrain.parallel.parameters import ComputeParameter, is_compute_parameter
 from jaxtrain.remat.policy import named
 
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
-Settings = tuple[Sizes, Activation, Product]  # static
-Weights = list[tuple[Weight, Weight | None]]  # matrices [E, D, F] of gate, up and down, or of up and down; their biases
+Settings = tuple[Sizes, Activation, Matmul]  # static
+# Matrices [E, D, F] of gate, up and down, or of up and down, with their biases.
+Weights = list[tuple[ComputeParameter, ComputeParameter | None]]
 
 
 class Experts(nnx.Module):
-    """Weights [E, D, F] for up, down and perhaps gate; biases with `model.mlp_bias`, that of `down` added on one device of
-    `tensor`, whose partial sums are summed later. `exchange`: factor and rounds of `exchange.sizes`.
+    """Matrices [E, D, F] for up, down and perhaps gate, and biases with `model.mlp_bias`.
+
+    The bias of `down` is added on one device of `tensor`, whose partial sums are summed later.
     """
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        layout: Layout,
-        out_stddev: float,
-        product: Product,
-        exchange: tuple[float, int],
-    ):
-        shape, dims = (model.num_experts, model.embed_dim, model.expert_mlp_dim), ("experts", "expert_embed", "mlp")
-        hidden, out = (
-            ((model.num_experts, size), ("experts", dim)) if model.mlp_bias else None
-            for size, dim in ((model.expert_mlp_dim, "mlp"), (model.embed_dim, "vector"))
-        )
-        into = functools.partial(Linear, rngs, shape, dims, model.init_stddev, layout, hidden)
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
+        experts, d, f = model.num_experts, model.embed_dim, model.expert_mlp_dim
+        sizes = {"experts": experts, "expert_embed": d, "mlp": f}
+
+        def into():
+            bias = vector({"experts": experts, "mlp": f}) if model.mlp_bias else None
+            return Linear(rngs, sizes, model.init_stddev, execution, bias)
+
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
-        self.down = Linear(rngs, shape, dims, out_stddev, layout, out, bias_split=True)
-        self.model, self.layout, self.product, self.exchange = model, layout, product, exchange
+        bias = vector({"experts": experts, "vector": d}, 0.0, split_inputs=True) if model.mlp_bias else None
+        self.down = Linear(rngs, sizes, out_stddev, execution, bias)
+        self.model, self.execution = model, execution
 
-    def __call__(self, x: jax.Array, routes: Routes, row_length: int) -> jax.Array:
+    def __call__(self, x: jax.Array, assignments: RouterAssignments, row_length: int) -> jax.Array:
         """[B, T, D] -> [B, T, D]: the weighted sum of what the experts of each token give, of this device's part of F."""
-        model, (rows, length, width) = self.model, x.shape
+        model, execution, (rows, length, width) = self.model, self.execution, x.shape
         largest = rows * min(length, capacity(model, row_length)) if model.capacity_factor else None
         tokens, k = rows * length, model.experts_per_token
-        s = sizes(self.layout, tokens, k, model.num_experts, *self.exchange, largest)
+        factor, rounds = execution.exchange_factor, execution.exchange_rounds
+        s = sizes(execution.layout, tokens, k, model.num_experts, factor, rounds, largest)
         linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
         weights = [(linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()) for linear in linears]
-        settings = s, Activation(model.mlp, model.swiglu_limit), self.product
+        settings = s, Activation(model.mlp, model.swiglu_limit), execution.matmul
         with jax.named_scope("experts"):
-            found = named("routes", plan, routes.experts.reshape(tokens, k), s)
-            y = _run(settings, x.reshape(tokens, width), routes.weights.reshape(tokens, k), weights, found)
+            found = named("routes", dispatch_plan, assignments.experts.reshape(tokens, k), s)
+            y = _run(settings, x.reshape(tokens, width), assignments.weights.reshape(tokens, k), weights, found)
         return y.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: Weights, plan: Plan) -> jax.Array:
+def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: Weights, plan: DispatchPlan) -> jax.Array:
     """Tokens [N, D] with the weights of their choices [N, k] -> [N, D]."""
     return _forward(settings, x, gates, weights, plan)[0]
 
@@ -83,11 +90,11 @@ def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: Weights, p
 def _forward(settings, x, gates, weights, plan):
     s = settings[0]
     values = _values(weights, s)
-    turns = [round_of(plan, number, s) for number in range(s.rounds)]
-    arrived = [_arrive(x, gates, plan.counts, number, r, s) for number, r in enumerate(turns)]
-    kept = _in_turn(arrived, functools.partial(_hidden, settings, values))
-    outputs = [_output(settings, values, *one) for one in kept]
-    y = _sum_returned(outputs, turns, s)
+    rounds = [round_of(plan, number, s) for number in range(s.rounds)]
+    arrived = [_arrive(x, gates, plan.counts, number, r, s) for number, r in enumerate(rounds)]
+    residuals = _in_turn(arrived, functools.partial(_hidden, settings, values))
+    outputs = [_output(settings, values, *one) for one in residuals]
+    y = _sum_returned(outputs, rounds, s)
 
     def more(carry):
         number, y = carry
@@ -99,54 +106,50 @@ def _forward(settings, x, gates, weights, plan):
     if s.overflows:
         with jax.named_scope(OVERFLOW):
             _, y = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, more, (s.rounds, y))
-    return y.astype(x.dtype), (x, gates, weights, plan, kept)
+    return y.astype(x.dtype), (x, gates, weights, plan, residuals)
 
 
 def _backward(settings, residuals, dy):
-    x, gates, weights, plan, kept = residuals
+    x, gates, weights, plan, residuals = residuals
     s = settings[0]
     values = _values(weights, s)
-    turns = [round_of(plan, number, s) for number in range(s.rounds)]
+    rounds = [round_of(plan, number, s) for number in range(s.rounds)]
     grads, returned = jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), values), []
     # Where rows and hidden activations are computed again, rows travel first: gradients are sent when there are the latter.
-    tied = [jax.lax.optimization_barrier((dy, one)) for one in kept]
-    arrived_dy = [swap(rows_of(dy, r, s, of_token=True), s) for (dy, _), r in zip(tied, turns, strict=True)]
+    tied = [jax.lax.optimization_barrier((dy, one)) for one in residuals]
+    arrived_dy = [dispatch(rows_of(dy, r, s, of_token=True), s) for (dy, _), r in zip(tied, rounds, strict=True)]
     for number, (_, one) in enumerate(tied):
         dx, dgates, grads = _gradients(settings, values, arrived_dy[number], *one, grads)
         arrived_dy[number + 1 :], dx = jax.lax.optimization_barrier((arrived_dy[number + 1 :], dx))
         returned.append((dx, dgates))
-    dx = _sum_returned([dx for dx, _ in returned], turns, s)
-    dgates = sum(give_back(dgates, r, s) for (_, dgates), r in zip(returned, turns, strict=True))
+    dx = _sum_returned([dx for dx, _ in returned], rounds, s)
+    dgates = sum(combine(dgates, r, s) for (_, dgates), r in zip(returned, rounds, strict=True))
 
     def more(carry):
         number, dx, dgates, grads = carry
         r = round_of(plan, number, s)
         arrived = _arrive(x, gates, plan.counts, number, r, s)
-        arrived_dy, hidden = swap(rows_of(dy, r, s, of_token=True), s), _hidden(settings, values, arrived)
+        arrived_dy, hidden = dispatch(rows_of(dy, r, s, of_token=True), s), _hidden(settings, values, arrived)
         own_dx, own_dgates, grads = _gradients(settings, values, arrived_dy, arrived, hidden, grads)
-        return number + 1, dx + _sum_returned([own_dx], [r], s), dgates + give_back(own_dgates, r, s), grads
+        return number + 1, dx + _sum_returned([own_dx], [r], s), dgates + combine(own_dgates, r, s), grads
 
     if s.overflows:
         start = s.rounds, dx, dgates, grads
         with jax.named_scope(OVERFLOW):
             _, dx, dgates, grads = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds, more, start)
-    grads = jax.tree.map(lambda w, g: w.gradient(g), weights, _on_one_device(grads, s), is_leaf=_is_weight)
+    grads = jax.tree.map(lambda w, g: w.cotangent(g), weights, _on_one_device(grads, s), is_leaf=is_compute_parameter)
     return dx.astype(x.dtype), dgates, grads, None
 
 
 def _values(weights: Weights, s: Sizes) -> list[tuple[jax.Array, jax.Array | None]]:
     """Matrices and biases as products take them."""
-    return _on_one_device(jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight), s)
+    return _on_one_device(jax.tree.map(lambda w: w.value, weights, is_leaf=is_compute_parameter), s)
 
 
 def _on_one_device(values, s):
     """`values` with the bias of `down`, or its gradient, zero on all devices of `tensor` but the first."""
     *into, (down, bias) = values
-    return values if bias is None else [*into, (down, jnp.where(index(s.layout, "tensor") == 0, bias, 0.0))]
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Weight)
+    return values if bias is None else [*into, (down, jnp.where(axis_index(s.layout, "tensor") == 0, bias, 0.0))]
 
 
 def _in_turn(arriving, work):
@@ -159,11 +162,11 @@ def _in_turn(arriving, work):
     return done
 
 
-def _sum_returned(outputs, turns, s):
+def _sum_returned(outputs, rounds, s):
     """Rows of rounds back where they came from, and added: float32 [N, D]. One is needed when the next one's work is done."""
     returned = None
-    for number, (out, r) in enumerate(zip(outputs, turns, strict=True)):
-        back = give_back(out, r, s)
+    for number, (out, r) in enumerate(zip(outputs, rounds, strict=True)):
+        back = combine(out, r, s)
         if number + 1 < len(outputs):
             back, outputs[number + 1] = jax.lax.optimization_barrier((back, outputs[number + 1]))
         back = jnp.sum(back.astype(jnp.float32), 1)
@@ -178,18 +181,18 @@ def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Block
     """What arrives here in a round: rows [devices * rows, D], the weights of their choices; and the blocks that they make."""
     rows, gates = rows_of(x, r, s, of_token=True), rows_of(gates.reshape(-1), r, s, of_token=False)
     rows, counts = jax.lax.optimization_barrier((rows, counts))  # blocks are made while rows travel
-    arrived = named("expert_in", lambda: (swap(rows, s), swap(gates, s)))
+    arrived = named("expert_in", lambda: (dispatch(rows, s), dispatch(gates, s)))
     return *arrived, named("routes", blocks_of, counts, number, s)
 
 
 def _hidden(settings, weights, arrived) -> list[jax.Array]:
     """[blocks, block, F] of gate and up, or up alone."""
-    (rows, _, blocks), (_, _, product) = arrived, settings
+    (rows, _, blocks), (_, _, matmul) = arrived, settings
 
     def one(_, block):
         source, expert = block
         taken = _take(rows, source)
-        hidden = [product("RD,DF->RF", taken, _of(w, expert), rows.dtype) for w, _ in weights[:-1]]
+        hidden = [matmul("RD,DF->RF", taken, _of(w, expert), rows.dtype) for w, _ in weights[:-1]]
         biases = [bias for _, bias in weights[:-1]]
         if biases[0] is not None:
             hidden = [(y.astype(jnp.float32) + _of(b, expert)).astype(y.dtype) for y, b in zip(hidden, biases, strict=True)]
@@ -200,14 +203,14 @@ def _hidden(settings, weights, arrived) -> list[jax.Array]:
 
 def _output(settings, weights, arrived, hidden) -> jax.Array:
     """What experts give for the rows of a round [devices * rows, D]."""
-    (rows, gates, blocks), (_, activation, product), (down, bias) = arrived, settings, weights[-1]
+    (rows, gates, blocks), (_, activation, matmul), (down, bias) = arrived, settings, weights[-1]
     hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
     def one(y, block):
         source, expert, hidden, peak = block
         g, own = _take(gates, source), (peak, _of(down_peak, expert))
         weighted = _activated(activation, hidden, g).astype(rows.dtype)
-        out = product("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=own)
+        out = matmul("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=own)
         if bias is not None:
             out = (out.astype(jnp.float32) + g[:, None] * _of(bias, expert)).astype(rows.dtype)
         return _put(y, source, out), None
@@ -217,16 +220,16 @@ def _output(settings, weights, arrived, hidden) -> jax.Array:
 
 def _peaks(settings, down, arrived, hidden):
     """`products.peaks` of the down product: of its inputs [blocks, block, 1], and of its weights [E, D, 1]."""
-    (rows, gates, blocks), (s, activation, product) = arrived, settings
-    if product is plain:
+    (rows, gates, blocks), (s, activation, matmul) = arrived, settings
+    if matmul is plain:
         return None, None
     weighted = _activated(activation, hidden, _take(gates, blocks.source)).astype(rows.dtype)
-    return peaks(product, s.layout, (weighted, 2), (down, 2))
+    return peaks(matmul, s.layout, (weighted, 2), (down, 2))
 
 
 def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
     """Of the rows of a round [devices * rows, D], of their choices' weights, and `grads` with those of its weights added."""
-    (_, activation, product), (rows, gates, blocks) = settings, arrived
+    (_, activation, matmul), (rows, gates, blocks) = settings, arrived
     *into, (down, down_bias) = weights
     hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
@@ -234,28 +237,28 @@ def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
         dx, dgates, (*grads_into, (grad_down, grad_bias)) = carry
         source, expert, hidden, peak = block
         taken, g, block_dy = _take(rows, source), _take(gates, source), _take(arrived_dy, source)
-        weighted, pull = jax.vjp(functools.partial(_activated, activation), hidden, g)
+        weighted, vjp = jax.vjp(functools.partial(_activated, activation), hidden, g)
         weighted = weighted.astype(rows.dtype)
         of_down = _of(down, expert), jnp.float32, 0, (None, _of(down_peak, expert))
-        d_weighted = product("RD,DF->RF", block_dy, *of_down)
-        d_hidden, dg = pull(d_weighted)
-        grad_down = _add(grad_down, expert, product("RF,RD->DF", weighted, block_dy, jnp.float32, 1, (peak, None)))
+        d_weighted = matmul("RD,DF->RF", block_dy, *of_down)
+        d_hidden, dg = vjp(d_weighted)
+        grad_down = _add(grad_down, expert, matmul("RF,RD->DF", weighted, block_dy, jnp.float32, 1, (peak, None)))
         if down_bias is not None:
             block_dy = block_dy.astype(jnp.float32)
             grad_bias = _add(grad_bias, expert, g @ block_dy)
             dg = dg + block_dy @ _of(down_bias, expert)
         grads_into = [
             (
-                _add(grad, expert, product("RD,RF->DF", taken, d, jnp.float32, gradient=1)),
+                _add(grad, expert, matmul("RD,RF->DF", taken, d, jnp.float32, gradient=1)),
                 None if bias is None else _add(bias, expert, d.astype(jnp.float32).sum(0)),
             )
             for (grad, bias), d in zip(grads_into, d_hidden, strict=True)
         ]
-        products = [
-            product("RF,DF->RD", d, _of(w, expert), jnp.float32, gradient=0) for d, (w, _) in zip(d_hidden, into, strict=True)
+        into_dx = [
+            matmul("RF,DF->RD", d, _of(w, expert), jnp.float32, gradient=0) for d, (w, _) in zip(d_hidden, into, strict=True)
         ]
         grads = [*grads_into, (grad_down, grad_bias)]
-        return (_put(dx, source, sum(products).astype(dx.dtype)), _put(dgates, source, dg), grads), None
+        return (_put(dx, source, sum(into_dx).astype(dx.dtype)), _put(dgates, source, dg), grads), None
 
     start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
     return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden, hidden_peaks))[0]

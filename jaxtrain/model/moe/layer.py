@@ -9,12 +9,11 @@ import jax
 import ml_collections
 from flax import nnx
 
+from jaxtrain.model.execution import Execution
 from jaxtrain.model.layers import shared_by_tensor, summed_over_tensor
 from jaxtrain.model.mlp import Mlp
 from jaxtrain.model.moe.experts import Experts
-from jaxtrain.model.moe.router import Router, Routing
-from jaxtrain.model.products import Product
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.model.moe.router import Router, RouterSums
 from jaxtrain.remat.policy import name
 
 
@@ -25,22 +24,20 @@ class Moe(nnx.Module):
         self,
         rngs: nnx.Rngs,
         model: ml_collections.ConfigDict,
-        layout: Layout,
+        execution: Execution,
         out_stddev: float,
-        product: Product,
-        exchange: tuple[float, int],
     ):
-        self.router = Router(rngs, model, layout)
-        self.experts = Experts(rngs, model, layout, out_stddev, product, exchange)
+        self.router = Router(rngs, model, execution.layout)
+        self.experts = Experts(rngs, model, execution, out_stddev)
         width = model.num_shared_experts * model.expert_mlp_dim
-        self.shared = Mlp(rngs, model, layout, out_stddev, product, width) if width else None
-        self.layout = layout
+        self.shared = Mlp(rngs, model, execution, out_stddev, width) if width else None
+        self.layout = execution.layout
 
-    def __call__(self, x: jax.Array, segments: jax.Array, index: jax.Array) -> tuple[jax.Array, Routing]:
+    def __call__(self, x: jax.Array, segments: jax.Array, index: jax.Array) -> tuple[jax.Array, RouterSums]:
         """[B, t, D], segments [B, T] and places in the row [T] -> [B, t, D], and the router's sums of this layer."""
         row_length = segments.shape[1] * self.layout.size("sequence")
-        routes, sums = self.router(x, segments, index, row_length)
-        y = summed_over_tensor(self.experts(shared_by_tensor(x, self.layout), routes, row_length), self.layout)
+        assignments, sums = self.router(x, segments, index, row_length)
+        y = summed_over_tensor(self.experts(shared_by_tensor(x, self.layout), assignments, row_length), self.layout)
         if self.shared is not None:
             y = y + self.shared(x)
         return name(y, "mlp_out"), sums

@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts a token goes to, with what weights, and what training must know of it.
 
 Logits, probabilities, top-k and all sums are float32, whatever the compute dtype. Padding (segment 0) is routed nowhere and
-counted nowhere. Sums are those of this device's tokens; the losses made of them are in `jaxtrain.model.balance`.
+counted nowhere. Sums are those of this device's tokens; the losses made of them are in `jaxtrain.model.moe.balance`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import named
 
 
-class Routing(NamedTuple):
+class RouterSums(NamedTuple):
     """Sums over tokens and layers with experts, float32. Gradients flow to `probabilities`, `z` and `within_rows`."""
 
     counts: jax.Array  # [L, E] tokens that chose an expert, dropped ones too
@@ -30,17 +30,17 @@ class Routing(NamedTuple):
     dropped: jax.Array  # choices beyond an expert's capacity
 
 
-class Routes(NamedTuple):
+class RouterAssignments(NamedTuple):
     """Where tokens go: E in place of an expert says nowhere (padding; beyond the capacity)."""
 
     experts: jax.Array  # [B, T, k] int32
     weights: jax.Array  # [B, T, k] float32
 
 
-def nothing(layers: int, experts: int) -> Routing:
+def zero_sums(layers: int, experts: int) -> RouterSums:
     """Sums over no tokens."""
     table, zero = jnp.zeros((layers, experts), jnp.float32), jnp.zeros((), jnp.float32)
-    return Routing(table, table, zero, zero, zero, zero)
+    return RouterSums(table, table, zero, zero, zero, zero)
 
 
 class Router(nnx.Module):
@@ -51,14 +51,17 @@ class Router(nnx.Module):
     """
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
-        shape, dims = (model.embed_dim, model.num_experts), ("embed", "routes")
-        self.kernel = weight(rngs, shape, dims, model.init_stddev, layout.sequence_parallel, dtype="float32")
+        sizes = {"router_logits": model.num_experts}
+        matrix = {"embed": model.embed_dim} | sizes
+        self.kernel = weight(rngs, matrix, model.init_stddev, layout.sequence_parallel, dtype="float32")
         split = layout.sequence_parallel
-        self.logit_bias = vector((model.num_experts,), ("routes",), 0.0, split) if model.router_logit_bias else None
-        self.bias = vector((model.num_experts,), ("routes",), 0.0, counted=False) if model.router_bias else None
+        self.logit_bias = vector(sizes, 0.0, split) if model.router_logit_bias else None
+        self.bias = vector(sizes, counted=False) if model.router_bias else None
         self.model, self.layout = model, layout
 
-    def __call__(self, x: jax.Array, segments: jax.Array, index: jax.Array, row_length: int) -> tuple[Routes, Routing]:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array, index: jax.Array, row_length: int
+    ) -> tuple[RouterAssignments, RouterSums]:
         """Activations [B, t, D] and segments [B, T] -> routes of T positions, and the sums of one layer (counts [E]).
 
         index: [T] places in the row; row_length: positions of a whole row. Only the capacity depends on them.
@@ -78,7 +81,7 @@ class Router(nnx.Module):
             by_row = jnp.einsum("BtE,Bt->BE", probabilities, mask)
             experts = gather_positions(layout, jnp.where(valid[..., None], experts, model.num_experts))
             experts, beyond = self._within_capacity(experts, index, row_length)
-            sums = Routing(
+            sums = RouterSums(
                 counts=jax.lax.stop_gradient(chosen.sum((0, 1))),
                 probabilities=by_row.sum(0),
                 within_rows=self._within_rows(chosen, by_row),
@@ -86,7 +89,7 @@ class Router(nnx.Module):
                 entropy=jax.lax.stop_gradient(jnp.sum(entropy * mask)),
                 dropped=jnp.sum(own_positions(layout, beyond, 1) if split else beyond).astype(jnp.float32),
             )
-        return Routes(experts, shared_by_tensor(weights, layout)), sums
+        return RouterAssignments(experts, shared_by_tensor(weights, layout)), sums
 
     def _within_rows(self, chosen, by_row):
         """The balancing loss of each row by itself (DeepSeek-V3, equations 17 to 20), times its tokens."""
@@ -115,8 +118,8 @@ class Router(nnx.Module):
         earlier = (begins < begin[:, None]).astype(jnp.int32)  # [pieces, all pieces]
         before = jnp.cumsum(parts, 2) - parts + jnp.einsum("pa,BaE->BpE", earlier, totals)[:, :, None]
         before = before.reshape(chosen.shape)
-        place = jnp.take_along_axis(before, jnp.minimum(experts, count - 1), -1)
-        beyond = (place >= capacity(self.model, row_length)) & (experts < count)
+        rank = jnp.take_along_axis(before, jnp.minimum(experts, count - 1), -1)
+        beyond = (rank >= capacity(self.model, row_length)) & (experts < count)
         return jnp.where(beyond, count, experts), beyond
 
 

@@ -60,8 +60,8 @@ class ClosedForm:
 
     @property
     def state(self) -> int:
-        """Master weights and optimizer state: what stays between steps."""
-        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", *STATE_NAMES, "optimizer"))
+        """Master weights, their moving average and optimizer state: what stays between steps."""
+        return sum(rows.get(row, 0) for rows in (self.rows, self.host) for row in ("master", "ema", *STATE_NAMES, "optimizer"))
 
     def axis_bytes(self) -> dict[str, int]:
         """Bytes sent per step by mesh axis."""
@@ -110,6 +110,8 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     shapes = _Shapes(config, layout)
     activations = activation_bytes(config, layout)
     rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
+    if config.train.ema_decay:
+        rows["ema"] = 4 * shapes.elements("storage", trained=True) + 4  # and a counter
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer", trained=True)
     if config.sharding.zero_stage in (1, 2) and layout.size(*STATE_AXES) > 1:  # gathered once a step and kept
@@ -155,7 +157,7 @@ def _offloaded(config, rows, activations) -> dict[str, int]:
     """Takes what `memory.offload` names out of the rows and returns it. Counters stay on the device."""
     host, offload = {}, config.memory.offload
     if "master" in offload:
-        host["master"] = rows.pop("master")
+        host |= {row: rows.pop(row) for row in ("master", "ema") if row in rows}
     if "moments" in offload:
         host |= {row: rows.pop(row) for row in STATE_NAMES if row in rows}
     if kept := sum(size for name, size in activations.items() if name in offload):
@@ -190,9 +192,9 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
         + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
     }
     names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
-    table = pipeline_schedule.of(config, layout.size("pipeline"))
-    times, stored = (table.slots, shapes.layers // table.virtual) if table else (1, m.num_layers)
-    if table and config.pipeline.keep == "input":
+    schedule = pipeline_schedule.of(config, layout.size("pipeline"))
+    times, stored = (schedule.slots, shapes.layers // schedule.virtual_stages) if schedule else (1, m.num_layers)
+    if schedule and config.pipeline.keep == "input":
         return {"block_in": times * residual}
     found: dict[str, int] = {}
 
@@ -206,10 +208,10 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
     dense = m.dense_first_layers if m.num_experts else stored
     add(bytes_of, dense)
     add(bytes_of | _expert_activations(config, layout, shapes), stored - dense)
-    if table and table.pair_slots:  # inputs and gradients of each matrix
+    if schedule and schedule.deferred_slots:  # inputs and gradients of each matrix
         count = 2 if _gated(m) else 1
         wide = (2 * heads + 2 * kv_heads) * m.head_dim + mlp * (count + 1)
-        found["pairs"] = table.pair_slots * stored * (word * b * s * wide + (5 + count) * residual)
+        found["pairs"] = schedule.deferred_slots * stored * (word * b * s * wide + (5 + count) * residual)
     return found
 
 
@@ -327,8 +329,8 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
         else:
             add("tensor", "activations", residual, (4 + full) * shapes.layers * count, 2)
             add("tensor", "activations at the ends", residual, 2 * count, 2)
-    if table := pipeline_schedule.of(config, layout.size("pipeline")):
-        between, turns = shapes.word * b * shapes.own_length * m.embed_dim, len(table.kind)
+    if schedule := pipeline_schedule.of(config, layout.size("pipeline")):
+        between, turns = shapes.word * b * shapes.own_length * m.embed_dim, len(schedule.kind)
         found["pipeline", "activations to the next stage, cotangents back"] = 2 * turns * between
         add("pipeline", "activations at the ends, from one stage and to one", between, 2 * turns + 2 * count, 2)
     for what, size in _context_traffic(config, layout, shapes).items():

@@ -25,6 +25,7 @@ from jaxtrain.train.optimizer import STATE_NAMES, state_name
 ROWS = {
     "master": "float32 master weights",
     **STATE_NAMES,
+    "ema": "moving average of weights",
     "optimizer": "other state",
     "parameters": "parameters (working copies)",
     "gradients": "gradients",
@@ -42,8 +43,9 @@ ROWS = {
 }
 _STATE = (  # arguments by name
     (r"\.params\b", "master"),
+    (r"\.ema\b", "ema"),
     (r"opt_state|^state\.(step|skipped)", "optimizer"),
-    (r"^batch|\bbatch\[", "batch"),
+    (r"^batch|\bbatch\.", "batch"),
 )
 _PASSED_ON = ("parameter", "while", "tuple", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier")
 _SCRATCH = ("s8", "u8")

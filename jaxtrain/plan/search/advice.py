@@ -110,7 +110,7 @@ def _remedies(row: str, config: ml_collections.ConfigDict, plan: Plan) -> Iterat
             yield (("memory.remat_every_blocks", 1),)
         if rows // ways > 1:
             yield (("train.accumulation_steps", config.train.accumulation_steps * 2),)
-    if row in ("master", *STATE_NAMES, "optimizer", "gradients", "parameters"):
+    if row in ("master", "ema", *STATE_NAMES, "optimizer", "gradients", "parameters"):
         if stage < 3 and mesh["fsdp"] * mesh["sequence"] > 1:
             yield (("sharding.zero_stage", 3),)
         if mesh["data"] > 1:

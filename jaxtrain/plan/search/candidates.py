@@ -111,8 +111,9 @@ def prefetches(config: ml_collections.ConfigDict, topology: compile.Topology, se
 def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, closed: closed_form.ClosedForm) -> float:
     """Time of a step by formula: products and attention with what is recomputed, and traffic that nothing can hide.
 
-    State on the host comes and goes between the last gradient and the next step, beside nothing: moments twice, master weights
-    three times (for the working copy, too). Activations go and come back beside the computation.
+    State on the host comes and goes between the last gradient and the next step, beside nothing: moments and the moving average
+    of weights twice, master weights three times (for the working copy, too). Activations go and come
+    back beside the computation.
     """
     m, tokens = config.model, config.data.global_batch_rows * config.data.seq_len_tokens
     attention = flops.attention_flops(m, tokens, config.data.seq_len_tokens)
@@ -134,7 +135,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
         hidden += (1 - exposed) * on_wire
     host = RATES.host * topology.gpu.host_bytes_per_s
     copied = 2 * closed.host.get("activations", 0) * config.train.accumulation_steps / host
-    state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in STATE_NAMES)) / host
+    state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in ("ema", *STATE_NAMES))) / host
     return max(compute, hidden, copied) + waited + state
 
 

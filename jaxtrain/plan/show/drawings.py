@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.observe.progress import percent
-from jaxtrain.pipeline.schedule import Table
+from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.plan.predict.communication import product_name
 from jaxtrain.plan.predict.timeline import Span
 from jaxtrain.plan.read.memory import ROWS
@@ -113,9 +113,9 @@ def streams(spans: Sequence[Span], seconds: float) -> str:
     return _svg([*drawn, _text(LEFT - 8, y + 12, "ms", "end")], y + 18)
 
 
-def stages(table: Table) -> str:
+def stages(schedule: Schedule) -> str:
     """Pipeline stages below each other, ticks beside each other."""
-    rows, drawn, y = pipeline.cells(table), [], 2
+    rows, drawn, y = pipeline.cells(schedule), [], 2
     width = (WIDTH - LEFT) / len(rows[0])
     for number, row in enumerate(rows):
         drawn += [_text(LEFT - 8, y + 16, f"stage {number}", "end"), _rect(LEFT, y, WIDTH - LEFT, 24, "lane")]

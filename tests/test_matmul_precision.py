@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from planned import needs_plugin
 from tiny import assert_close, batch, config, host, program
 
 from jaxtrain.config import ConfigError
-from jaxtrain.model import products
-from jaxtrain.model.layers import Linear, _row
+from jaxtrain.model import matmul_precision
+from jaxtrain.model.layers import _row_parallel
 from jaxtrain.parallel.collectives import all_gather
-from jaxtrain.parallel.parameters import Weight
+from jaxtrain.parallel.parameters import ComputeParameter
 from jaxtrain.parallel.sharding import per_device
 from jaxtrain.parity.check import FP8
 from jaxtrain.plan import compile as compiler
@@ -34,7 +33,10 @@ def operands(equation, scale=1.0):
 def test_error_is_that_of_the_mantissa(equation, gradient):
     """e4m3 has 3 bits of mantissa, e5m2 has 2: an entry is off by at most 2^-4 and 2^-3, a sum of many by much less."""
     a, b = operands(equation)
-    got, wanted = products.fp8(equation, a, b, jnp.float32, gradient), products.plain(equation, a, b, jnp.float32)
+    got, wanted = (
+        matmul_precision.fp8(equation, a, b, jnp.float32, gradient),
+        matmul_precision.plain(equation, a, b, jnp.float32),
+    )
     assert got.dtype == jnp.float32 and got.shape == wanted.shape
     error = float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
     low, high = (0.02, 0.045) if gradient is None else (0.04, 0.08)
@@ -44,16 +46,18 @@ def test_error_is_that_of_the_mantissa(equation, gradient):
 def test_scales_follow_the_tensor():
     """Numbers far outside of fp8's range, and zeros."""
     a, b = operands(EQUATIONS[0])
-    wanted = products.fp8(EQUATIONS[0], a, b, jnp.float32)
-    np.testing.assert_allclose(products.fp8(EQUATIONS[0], 2.0**60 * a, 2.0**-70 * b, jnp.float32), 2.0**-10 * wanted, rtol=1e-5)
-    assert not np.any(products.fp8(EQUATIONS[0], 0 * a, b, jnp.float32))
+    wanted = matmul_precision.fp8(EQUATIONS[0], a, b, jnp.float32)
+    np.testing.assert_allclose(
+        matmul_precision.fp8(EQUATIONS[0], 2.0**60 * a, 2.0**-70 * b, jnp.float32), 2.0**-10 * wanted, rtol=1e-5
+    )
+    assert not np.any(matmul_precision.fp8(EQUATIONS[0], 0 * a, b, jnp.float32))
 
 
 def test_operands_are_e4m3_and_gradients_e5m2():
     a, b = operands(EQUATIONS[0])
 
     def dtypes(gradient):
-        jaxpr = jax.make_jaxpr(lambda a, b: products.fp8(EQUATIONS[0], a, b, jnp.bfloat16, gradient))(a, b)
+        jaxpr = jax.make_jaxpr(lambda a, b: matmul_precision.fp8(EQUATIONS[0], a, b, jnp.bfloat16, gradient))(a, b)
         [dot] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
         return [str(v.aval.dtype) for v in (*dot.invars, *dot.outvars)]
 
@@ -66,8 +70,8 @@ def test_one_row_or_column_does_not_touch_another():
     """Scales are a token's and an output's own: an outlier costs its own row and column, also where it lies along the sum."""
     a, b = operands("BTD,DF->BTF")
     equation = "BTD,DF->BTF"
-    before = np.asarray(products.fp8(equation, a, b, jnp.float32))
-    after = np.asarray(products.fp8(equation, a.at[1, 3].mul(1e9), b.at[:, 5].mul(1e9), jnp.float32))
+    before = np.asarray(matmul_precision.fp8(equation, a, b, jnp.float32))
+    after = np.asarray(matmul_precision.fp8(equation, a.at[1, 3].mul(1e9), b.at[:, 5].mul(1e9), jnp.float32))
     keep = np.ones(before.shape, bool)
     keep[1, 3], keep[:, :, 5] = False, False
     np.testing.assert_array_equal(after[keep], before[keep])
@@ -85,9 +89,9 @@ def test_scales_of_gradients_move_no_rounding(equation):
         operand = [a, b]
         shape = [size if axis == axes[gradient] else 1 for axis in range(operand[gradient].ndim)]
         operand[gradient] = operand[gradient] * jnp.where(loud[0], 2.0**16, 1.0).reshape(shape)
-        whole = products.fp8(equation, *operand, jnp.float32, gradient)
+        whole = matmul_precision.fp8(equation, *operand, jnp.float32, gradient)
         parts = [
-            products.fp8(
+            matmul_precision.fp8(
                 equation,
                 *(jax.lax.slice_in_dim(x, *ends, axis=axis) for x, axis in zip(operand, axes, strict=True)),
                 jnp.float32,
@@ -103,7 +107,7 @@ def test_what_is_not_finite_stays_so():
     a, b = operands(EQUATIONS[0])
     for value in (np.inf, -np.inf, np.nan):
         for gradient in (None, 0, 1):
-            y = np.asarray(products.fp8(EQUATIONS[0], a.at[0, 3, 4].set(value), b, jnp.float32, gradient))
+            y = np.asarray(matmul_precision.fp8(EQUATIONS[0], a.at[0, 3, 4].set(value), b, jnp.float32, gradient))
             assert not np.isfinite(y[0, 3]).any()
 
 
@@ -208,10 +212,9 @@ def test_row_parallel_outliers_reach_all_devices():
     w = np.round(4 * rng.normal(size=(16, 64))).astype(np.float32)
     for mesh, changes in ((1, {}), (4, {}), (4, dict(overlap__collective_matmul=False))):
         layout = program(config(mesh__tensor=mesh, **changes)).layout
-        linear = Linear(nnx.Rngs(0), w.shape, ("embed", "mlp"), 1.0, layout, product=products.fp8, row=True)
 
-        def device(x, w, layout=layout, linear=linear):
-            y = _row(x, Weight(w), "BTF,DF->BTD", layout, linear.product)
+        def device(x, w, layout=layout):
+            y = _row_parallel(x, ComputeParameter(w), "BTF,DF->BTD", layout, matmul_precision.fp8)
             return (all_gather(layout, y, "tensor", 1) if layout.sequence_parallel else y,)
 
         run = per_device(layout, device, [("activation", ("batch", "length", "heads")), ("storage", ("embed", "mlp"))], [None])

@@ -28,7 +28,7 @@ from jaxtrain.parallel.sharding import Layout
 
 # `(equation, a, b, dtype, gradient, peaks) -> [...] dtype`: an einsum of two arrays. `gradient`: which of them is one (0, 1);
 # None for activation times weight. `peaks`: of each array, what `peaks` says where it must be known; None: its own.
-Product = Callable[..., jax.Array]
+Matmul = Callable[..., jax.Array]
 Peaks = tuple[jax.Array | None, jax.Array | None]
 
 # dtype, and the exponent of the power of two that scaled entries stay below.
@@ -36,7 +36,7 @@ E4M3, E5M2 = (jnp.float8_e4m3fn, 8), (jnp.float8_e5m2, 15)
 SMALLEST = 2.0**-100  # peak: below it, entries are zero
 
 
-def make(kind: str) -> Product:
+def make(kind: str) -> Matmul:
     """The product for `precision.products`: "compute" or "fp8"."""
     return {"compute": plain, "fp8": fp8}[kind]
 
@@ -73,7 +73,7 @@ def fp8(
     return y.astype(dtype)
 
 
-def peaks(product: Product, layout: Layout, *arrays: tuple[jax.Array, int]) -> list[jax.Array | None]:
+def peaks(matmul: Matmul, layout: Layout, *arrays: tuple[jax.Array, int]) -> list[jax.Array | None]:
     """Largest entries over `tensor` of what a row-parallel product sums: for `peaks` of the product. None where not needed.
 
     Args:
@@ -82,7 +82,7 @@ def peaks(product: Product, layout: Layout, *arrays: tuple[jax.Array, int]) -> l
     Returns:
       float32 arrays of the same rank, summed dimensions of size 1.
     """
-    if product is plain or layout.size("tensor") == 1:
+    if matmul is plain or layout.size("tensor") == 1:
         return [None] * len(arrays)
     return pmax(layout, [_peak(x, tuple(range(leading, x.ndim))) for x, leading in arrays], "tensor")
 

@@ -1,0 +1,52 @@
+"""How a model runs on devices: what its modules are built with beside the `model` section of the config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import ml_collections
+
+from jaxtrain.hardware import dtypes
+from jaxtrain.model import matmul_precision
+from jaxtrain.model.attention.backend import choose
+from jaxtrain.model.matmul_precision import Matmul
+from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.policy import Remat, remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """Static. Nothing of it changes what the model computes, except for rounding.
+
+    Attributes:
+      dtype: of activations, and in which matrices are used.
+      attention_backend: see `attention.backend.choose`.
+      matmul: the matrix product of the blocks.
+      prefetch: `overlap.prefetch`.
+      exchange_factor, exchange_rounds: of tokens with their experts' devices; see `moe.dispatch.sizes`.
+    """
+
+    layout: Layout
+    dtype: Any = jnp.float32
+    attention_backend: str = "reference"
+    matmul: Matmul = matmul_precision.plain
+    remat: Remat = Remat()
+    prefetch: str = "off"
+    exchange_factor: float = 1.0
+    exchange_rounds: int = 1
+
+
+def of_config(config: ml_collections.ConfigDict, layout: Layout, platform: str) -> Execution:
+    """The execution of a validated config. Raises ConfigError for an attention backend that cannot honour its settings."""
+    return Execution(
+        layout,
+        dtypes.compute_dtype(config),
+        choose(config, platform),
+        matmul_precision.make(config.precision.products),
+        remat(config.memory),
+        config.overlap.prefetch,
+        config.memory.expert_buffer_factor,
+        config.overlap.expert_rounds,
+    )
