@@ -38,7 +38,7 @@ from jaxtrain.runtime import control, joining, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
-from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric
+from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, with_ema
 
@@ -152,8 +152,8 @@ class _Session:
                 for step in range(self.start + 1, num_steps + 1):
                     if not stop.proceed():
                         break
-                    rows = next(batches)
-                    batch = self.program.put_batch(with_sources(rows) if len(self.corpus.train) > 1 else rows)
+                    batch = next(batches)
+                    batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
                     rate = np.float32(learning_rate(config, steps_done=step - 1))
                     state, metrics = self.step_compiled(state, batch, rate)
                     if pending:
@@ -169,8 +169,8 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
-                    if last and save_now and not self.last_eval and not stop.stopped():
-                        self.keeper.judge(step, self._loss_of(state, rows))
+                    if last and save_now and not stop.stopped():  # no step follows to say it
+                        self.keeper.judge(step, sound(state.params))
                     if (save_now or best) and not stop.stopped():
                         self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():
@@ -256,12 +256,6 @@ class _Session:
         if self.last_eval:
             self.writer.write(step, self.last_eval)
         self.throughput.pause()
-
-    def _loss_of(self, state: TrainState, rows: dict[str, np.ndarray]) -> float:
-        """Loss of the last weights on the last batch: without held-out text nothing else says that they are fine."""
-        own = {key: array for key, array in rows.items() if key != "sources"}
-        parts = ({key: array[number] for key, array in own.items()} for number in range(len(rows["tokens"])))
-        return evaluate(self.program, self.eval_step, state.params, stop.while_proceeding(parts)).get("eval_loss", 0.0)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         return flops.mfu(tokens_per_s, self.flops_per_token, jax.device_count(), self.peak_flops)
