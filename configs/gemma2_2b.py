@@ -12,28 +12,21 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
+        families.GEMMA,
         vocab_size=256_000,
         num_layers=26,
         embed_dim=2304,
         num_heads=8,
         num_kv_heads=4,
-        head_dim=256,
         mlp_dim=9216,
-        mlp="geglu",
-        norm_eps=1e-6,
-        norm_unit_offset=True,
-        post_norms=True,
         rope_theta=10_000.0,
         max_len_tokens=8192,
-        tie_embeddings=True,
-        scale_embeddings=True,
-        attention_scale=0.0625,  # query_pre_attn_scalar 256
         sliding_window_tokens=4096,
         global_attention_every=2,
         attention_softcap=50.0,

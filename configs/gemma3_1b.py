@@ -11,30 +11,23 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
+        families.GEMMA,
         vocab_size=262_144,
         num_layers=26,
         embed_dim=1152,
         num_heads=4,
         num_kv_heads=1,
-        head_dim=256,
         mlp_dim=6912,
-        mlp="geglu",
-        norm_eps=1e-6,
-        norm_unit_offset=True,
-        post_norms=True,
         qk_norm=True,
         rope_theta=1_000_000.0,
         rope_local_theta=10_000.0,
         max_len_tokens=32_768,
-        tie_embeddings=True,
-        scale_embeddings=True,
-        attention_scale=0.0625,  # query_pre_attn_scalar 256
         sliding_window_tokens=512,
         layer_pattern=("local",) * 5 + ("global",),
     )

@@ -11,24 +11,19 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
-        vocab_size=128_256,
+        families.LLAMA3,
         num_layers=16,
         embed_dim=2_048,
         num_heads=32,
-        num_kv_heads=8,
         head_dim=64,
         mlp_dim=8_192,
-        rope_theta=500_000.0,
-        rope_scaling="llama3",
         rope_scaling_factor=32.0,
-        rope_original_len_tokens=8192,
-        max_len_tokens=131_072,
         tie_embeddings=True,
     )
     config.mesh.data = -1

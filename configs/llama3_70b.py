@@ -13,24 +13,17 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
-        vocab_size=128_256,
+        families.LLAMA3,
         num_layers=80,
         embed_dim=8_192,
         num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
         mlp_dim=28_672,
-        rope_theta=500_000.0,
-        rope_scaling="llama3",
-        rope_scaling_factor=8.0,
-        rope_original_len_tokens=8192,
-        max_len_tokens=131_072,
     )
     config.mesh.update(
         data=-1,

@@ -13,23 +13,18 @@ More       docs/long_context.md: other lengths, what it costs, and when to share
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
-        vocab_size=128_256,
+        families.LLAMA3,
         num_layers=32,
         embed_dim=4_096,
         num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         mlp_dim=14_336,
-        rope_theta=500_000.0,
-        rope_scaling="llama3",
         rope_scaling_factor=64.0,
-        rope_original_len_tokens=8192,
         max_len_tokens=1_048_576,
     )
     config.mesh.update(

@@ -11,24 +11,18 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
-        vocab_size=32_000,
+        families.MIXTRAL,
         num_layers=56,
         embed_dim=6_144,
         num_heads=48,
-        num_kv_heads=8,
-        head_dim=128,
         mlp_dim=16_384,
-        num_experts=8,
-        experts_per_token=2,
         expert_mlp_dim=16_384,
-        norm_eps=1e-5,
-        rope_theta=1_000_000.0,
         max_len_tokens=65_536,
     )
     config.mesh.update(

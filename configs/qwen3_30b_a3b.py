@@ -11,26 +11,18 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
-        vocab_size=151_936,
+        families.QWEN3_MOE,
         num_layers=48,
         embed_dim=2_048,
         num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,  # not embed_dim / num_heads
         mlp_dim=6_144,  # of no layer: all have experts
-        num_experts=128,
-        experts_per_token=8,
         expert_mlp_dim=768,
-        norm_eps=1e-6,
-        rope_theta=1_000_000.0,
-        max_len_tokens=40_960,
-        qk_norm=True,
     )
     config.mesh.update(
         data=-1,

@@ -11,23 +11,17 @@ Data       text files in the folder data/ unless --config.data.paths names other
 
 from __future__ import annotations
 
-from jaxtrain.config import default_config
+from jaxtrain.config import default_config, families
 
 
 def get_config(arg=None):
     config = default_config()
     config.model.update(
-        vocab_size=151_936,
+        families.QWEN3,
         num_layers=64,
         embed_dim=5_120,
         num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,  # not embed_dim / num_heads
         mlp_dim=25_600,
-        norm_eps=1e-6,
-        rope_theta=1_000_000.0,
-        max_len_tokens=40_960,
-        qk_norm=True,
     )
     config.mesh.update(
         data=-1,

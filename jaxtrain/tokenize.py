@@ -42,6 +42,9 @@ def main(arguments: Sequence[str]) -> None:
     wrong = [f"{name}: must be {low} to {high}, got {value}" for name, value, low, high in limits if not low <= value <= high]
     if not 0 <= holdout < 1:
         wrong.append(f"--holdout: must be at least 0 and less than 1, got {holdout}")
+    output = pathlib.Path(args.output).expanduser()
+    if not args.output or (output.exists() and not output.is_dir()):
+        wrong.append(f"--output={args.output}: {'is a file' if args.output else 'is empty'}; name a folder")
     if wrong:
         raise ConfigError(wrong)
 
@@ -50,7 +53,6 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     train, evals = sources.sources(config.data), sources.sources(config.data, eval=True)
-    output = pathlib.Path(args.output).expanduser()
     several = len(train) + len(evals) > 1
     for names, share in ((train, holdout), (evals, 0.0)):
         for name, own in names.items():

@@ -54,13 +54,15 @@ def trained(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def tokenizing(folder: pathlib.Path) -> Callable[[str], subprocess.Popen]:
-    """Starts to tokenize JSON lines into a folder's subfolder, or goes on with it."""
+    """Starts to tokenize JSON lines, some of them bad or empty, into a folder's subfolder, or goes on with it."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     for number in range(3):
-        texts = (f"{i} " + "lorem ipsum " * rng.randrange(300) for i in range(4000))
+        texts = [f"{i} " + "lorem ipsum " * rng.randrange(300) for i in range(4000)]
+        texts[::97], texts[50::97] = [None] * len(texts[::97]), [""] * len(texts[50::97])
         (folder / f"{number}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     command = [sys.executable, "-m", "jaxtrain.tokenize", f"--input={folder}/*.jsonl", "--tokenizer=byte", "--workers=2"]
+    command.append("--config.data.on_bad_record=skip")
     options = dict(env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     return lambda name: subprocess.Popen(
         [*command, "--holdout=0.05", "--shard-tokens=1000000", f"--output={folder / name}"], **options

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from tiny import assert_close, batch, config, host, program
 
+from jaxtrain.train.program import with_sources
+
 STEPS, RATE = 20, 0.5
 ALL = dict(model__num_layers=3, model__num_heads=6, data__global_batch_rows=32)
 # C21: two key/value heads over tensor=4 are replicated.
@@ -167,8 +169,9 @@ LAYOUTS = _layouts()
 
 @functools.cache
 def trajectory(model: str, layout: str | None) -> tuple:
-    """(weights at the start, after one step of SGD, after all; losses; gradient norms) on a layout, None: one device."""
-    c = config(**MODELS[model], **(LAYOUTS[layout][1] if layout else {}))
+    """(weights at the start, after one step of SGD, after all; losses; gradient norms; sums of each source)
+    on a layout, None: one device."""
+    c = config(**MODELS[model], **(LAYOUTS[layout][1] if layout else {}), data__sources={"a": {}, "b": {}, "c": {}})
     p = program(c)
     if layout is None or layout in with_own_start():
         state = p.init(c.train.seed)
@@ -177,15 +180,19 @@ def trajectory(model: str, layout: str | None) -> tuple:
         start = trajectory(model, None)[0]
         state = type(p.abstract_state)(zero, start, p.abstract_state.opt_state, zero, zero)
         state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, p.abstract_state)
-    start, after_one, losses, norms = host(state.params), None, [], []
+    start, after_one, losses, norms, sources = host(state.params), None, [], [], []
     for step in range(STEPS):
         # A rate that moves every weight visibly, so that each step checks the gradients of all of them.
-        state, metrics = p.train_step(state, p.put_batch(batch(c, seed=step % 5)), np.float32(RATE))
+        rows = batch(c, seed=step % 5)
+        owners = np.random.default_rng(step).integers(0, 3, rows["targets"].size // rows["targets"].shape[-1])
+        rows = with_sources(rows | {"sources": owners.reshape(rows["targets"].shape[:2]).astype(np.int32)})
+        state, metrics = p.train_step(state, p.put_batch(rows), np.float32(RATE))
+        sources.append(np.asarray(metrics["sources"], float))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         after_one = host(state.params) if step == 0 else after_one
     assert p.train_step._cache_size() == 1, "C40: compiled once"
-    return start, after_one, host(state.params), losses, norms
+    return start, after_one, host(state.params), losses, norms, sources
 
 
 def with_own_start() -> list[str]:
@@ -194,13 +201,17 @@ def with_own_start() -> list[str]:
 
 
 def assert_equals_one_device(layout: str) -> None:
-    """Initial weights to the bit; to 1e-5 the first step's gradients, all losses and gradient norms; the weights at the end."""
+    """Initial weights to the bit; to 1e-5 the first step's gradients, all losses, those of each source, and gradient norms; the
+    weights at the end."""
     model = LAYOUTS[layout][0]
     one, many = trajectory(model, None), trajectory(model, layout)
     assert_same_bits(one[0], many[0])
     assert_updates_equal(many, one)
     np.testing.assert_allclose(many[3], one[3], rtol=1e-5)
     np.testing.assert_allclose(many[4], one[4], rtol=5e-5)
+    np.testing.assert_allclose(many[5], one[5], rtol=1e-5, err_msg="sums of each source")
+    totals = np.sum(one[5], axis=1)
+    np.testing.assert_allclose(totals[:, 0] / totals[:, 1], one[3], rtol=1e-5, err_msg="the sources together")
     assert_close(many[2], one[2], 5e-5)
     assert max(one[3][-5:]) < 0.98 * one[3][0], "something was learned"
 

@@ -12,6 +12,7 @@ from jaxtrain.model.attention import backend as backends
 from jaxtrain.model.attention import blockwise, reference
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
+from jaxtrain.model.attention.sinks import with_sinks
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.collectives import all_gather, axis_index
 from jaxtrain.parallel.head_layout import head_layout
@@ -55,7 +56,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8)
     layout, settings = layout or layout_of(), Settings(H**-0.5, softcap, block)
     if backend == "reference":
         positions = Positions(jnp.arange(T), jnp.asarray(segments))
-        return reference.attend(q, k, v, Mask(positions, positions, window), settings)
+        return reference.attend(q, k, v, Mask(positions, positions, window), settings)[0]
     queries, keys = ("activation", ("batch", "length", "heads", None, None)), ("activation", ("batch", "length", "heads", None))
 
     def device(q, k, v, segments, window):
@@ -63,7 +64,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8)
         queries = Positions(layout.context.row_positions(axis_index(layout, "sequence"), jnp.arange(length), length), segments)
         keys = Positions(jnp.arange(T), natural(all_gather(layout, segments, "sequence", 1), layout))
         k, v = whole_row(k, layout), whole_row(v, layout)
-        return (blockwise.attend(q, k, v, Mask(queries, keys, window), settings),)
+        return (blockwise.attend(q, k, v, Mask(queries, keys, window), settings)[0],)
 
     @jax.custom_vjp
     def attend(q, k, v):
@@ -149,7 +150,7 @@ def test_sinks_take_part_in_the_softmax(backend):
     attend = {"reference": reference.attend, "blockwise": blockwise.attend}[backend]
 
     def function(q, k, v, sinks):
-        return attend(q, k, v, Mask(row, row, 9), Settings(H**-0.5, 3.0, 8), sinks)
+        return with_sinks(*attend(q, k, v, Mask(row, row, 9), Settings(H**-0.5, 3.0, 8)), sinks)
 
     wanted = exact(q, k, v, segments, 9, 3.0, sinks=sinks)
     np.testing.assert_allclose(jax.jit(function)(q, k, v, sinks), wanted, atol=2e-6)
@@ -172,7 +173,7 @@ def test_blockwise_holds_no_full_scores():
     row = Positions(jnp.arange(length), jnp.ones((1, length), jnp.int32))
 
     def loss(q, k, v, block):
-        return blockwise.attend(q, k, v, Mask(row, row), Settings(1.0, 0.0, block)).sum()
+        return blockwise.attend(q, k, v, Mask(row, row), Settings(1.0, 0.0, block))[0].sum()
 
     def temporaries(block):
         lowered = jax.jit(jax.grad(lambda *a: loss(*a, block), (0, 1, 2))).lower(*shapes)

@@ -79,18 +79,18 @@ def restored(workdir, url, wanted=None):
 
 
 def test_a_new_machine_goes_on_from_the_copies(system, url, tmp_path, caplog):
-    save_all(tmp_path / "first", url, 1, 2, 3, last=2)
+    save_all(tmp_path / "first", url, 8, 9, 10, last=2)
     store = remote.Store(url)
-    assert list(store.sizes()) == saved_steps(tmp_path / "first") == [2, 3]
-    assert not store.read(lock.FILE) and not store.read("checkpoints/1/facts.json")
-    assert restored(tmp_path / "second", url) == 3
-    assert saved_steps(tmp_path / "second") == [3]
-    save_all(tmp_path / "second", url, 4)
-    assert restored(tmp_path / "first", url) == 4  # newer than its own
-    assert restored(tmp_path / "third", url, Wanted(step=2)) == 2  # and the later ones are set aside
-    assert list(store.sizes()) == [2]
+    assert list(store.sizes()) == saved_steps(tmp_path / "first") == [9, 10]
+    assert not store.read(lock.FILE) and not store.read("checkpoints/8/facts.json")
+    assert restored(tmp_path / "second", url) == 10
+    assert saved_steps(tmp_path / "second") == [10]
+    save_all(tmp_path / "second", url, 11)
+    assert restored(tmp_path / "first", url) == 11  # newer than its own
+    assert restored(tmp_path / "third", url, Wanted(step=9)) == 9  # and the later ones are set aside
+    assert list(store.sizes()) == [9]
     aside = {path.split("/checkpoints/set_aside/")[1].split("/")[0] for path in system.find(f"{url[5:]}/checkpoints/set_aside")}
-    assert aside == {"3-1", "4-1"}
+    assert aside == {"10-1", "11-1"}
 
 
 def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, three, tmp_path, caplog):
@@ -108,6 +108,34 @@ def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, thr
     system.invalidate_cache()
     kept = {path.replace("/set_aside/2-1/", "/2/") for path in system.find(f"{url[5:]}/checkpoints")}
     assert kept == set(before)
+
+
+def test_a_copy_or_a_deletion_that_is_cut_off_does_not_count(url, three, monkeypatch):
+    store, count = remote.Store(url), [0]
+    put, delete = remote.Store._put, remote.Store.delete
+
+    def only_the_first(function):
+        def call(self, *args):
+            count[0] += 1
+            if count[0] > 1:
+                raise KeyboardInterrupt  # the process is killed
+            return function(self, *args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.Store, "_put", only_the_first(put))
+        with pytest.raises(KeyboardInterrupt):
+            store.push(three / "checkpoints", 1)
+    assert store.sizes() == {} and len(store._files("checkpoints/1")) > 5
+    store.push(three / "checkpoints", 1)
+    assert list(store.sizes()) == [1]
+    with monkeypatch.context() as patch:
+        count[0] = 0
+        patch.setattr(remote.Store, "delete", only_the_first(delete))
+        with pytest.raises(KeyboardInterrupt):
+            store.remove(1)
+    assert store.sizes() == {} and store._files("checkpoints/1")
 
 
 def test_what_is_beside_comes_too(url, three, tmp_path):

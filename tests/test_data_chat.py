@@ -140,6 +140,9 @@ def test_malformed_conversations_are_bad_records():
             template(MISTRAL).spans(messages, None)
     with pytest.raises(UserError, match="the chat template of test"):
         template("{% for %}")
+    for source, what in (("{{ 1 / 0 }}", "ZeroDivisionError"), ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError")):
+        with pytest.raises(chat.Unfit, match=f"the chat template fails on it: {what}"):
+            template(source).spans(TALK, None)
 
 
 # Through to batches
@@ -222,11 +225,11 @@ def test_completions_are_trained_with_eos(tokenizer, tmp_path):
 
 
 def test_bad_conversations_follow_the_policy(tokenizer, tmp_path):
-    records = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": "no"}, {"text": "x"}]
+    records = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": "no"}, {"text": "x"}, {"messages": TALK, "tools": "x"}]
     with pytest.raises(UserError, match=r"x\.jsonl: line 2: no message of the assistant"):
         load(tokenizer, tmp_path / "x.jsonl", records)
     found = load(tokenizer, tmp_path / "x.jsonl", records, on_bad_record="skip")
-    assert (found.counts["documents"], found.counts["skipped_bad"]) == (1, 3)
+    assert (found.counts["documents"], found.counts["skipped_bad"]) == (1, 4)
     (tmp_path / "plain.txt").write_text("x")
     with pytest.raises(UserError, match="needs fields; this is a text file"):
         load(tokenizer, tmp_path / "x.jsonl", records, paths=(str(tmp_path / "plain.txt"),))

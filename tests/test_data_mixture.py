@@ -8,13 +8,11 @@ import logging
 import pathlib
 import types
 
-import jax
 import numpy as np
 import pytest
 from tiny import config as tiny_config
 
 from jaxtrain import config as configs
-from jaxtrain.config import data as sources
 from jaxtrain.config.validate import problems
 from jaxtrain.data import corpus, loader, metrics
 from jaxtrain.data.mixture import Mixture
@@ -195,22 +193,3 @@ def test_waiting_for_data_is_measured_and_warned_of(caplog):
         batches.waited_s += 5.0
         assert found.figures(3, {})["data_wait_share"] == pytest.approx(0.5, rel=0.01)
     assert "Step 3: steps waited for data 50.0% of the time" in caplog.text
-
-
-@pytest.mark.slow
-def test_losses_of_sources_are_the_same_on_every_mesh(tmp_path):
-    assert jax.device_count() == 8
-    found = []
-    meshes = (
-        dict(mesh__fsdp=4, mesh__tensor=2),
-        dict(mesh__data=2, mesh__tensor=2, mesh__sequence=2, train__accumulation_steps=3),
-    )
-    for changes in meshes:
-        config = two_sources(tmp_path, train__num_steps=1, checkpoint__save_every_steps=0, **changes)
-        config.data.eval_sources = {}
-        loop.run(config, tmp_path / f"run{len(found)}")
-        lines = (tmp_path / f"run{len(found)}" / "metrics.jsonl").read_text().splitlines()
-        found.append(json.loads(lines[0]))
-    for key in ("loss", "loss_a", "loss_b", "tokens_a", "targets"):
-        assert found[0][key] == pytest.approx(found[1][key], rel=1e-5), key
-    assert sources.CYCLE_ROWS == 1000

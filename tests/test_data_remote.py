@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import pathlib
+import sys
 import threading
 import time
 
@@ -13,6 +15,10 @@ from test_data_shards import make_config, write_folder
 
 from jaxtrain.data import corpus, loader, remote
 from jaxtrain.errors import UserError
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
+from fault_table import Run  # noqa: E402
+from kill_table import trained  # noqa: E402
 
 pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
@@ -106,6 +112,33 @@ def test_a_cut_loses_nothing(bucket, tmp_path, seconds, path):
         assert time.monotonic() - start > seconds - 0.5
     finally:
         thread.join()
+
+
+@pytest.mark.slow
+def test_training_through_a_cut_of_20_seconds(bucket, tmp_path):
+    """With more shards than are open at a time, and a cache for three, so that all steps read; equal to a run from the disk."""
+    store, _ = bucket
+    rng = np.random.default_rng(1)
+    write_folder(tmp_path / "many", [[*rng.integers(0, 256, 80).tolist(), 257] for _ in range(400)], per_shard=1)
+    remote.filesystem("s3://corpus")[0].put(str(tmp_path / "many"), "corpus/many", recursive=True)
+    size = (tmp_path / "many" / "00000.tokens").stat().st_size
+    settings = dict(train__num_steps=80, train__log_every_steps=1, data__holdout_fraction=0.0)
+    settings |= dict(runtime__compile_cache_dir=tmp_path / "cache", data__cache_gib=3.5 * size / 2**30)
+    straight = Run(tmp_path / "straight", 1, **settings, data__paths=tmp_path / "many")
+    straight.finish(250)
+    run = Run(tmp_path / "cut", 1, **settings, data__paths="s3://corpus/many")
+    run.wait_for(r"step 20/")
+    start, thread = time.monotonic(), store.cut(20)
+    try:
+        run.wait_for("step 80/")
+        seconds = time.monotonic() - start
+    finally:
+        thread.join()
+    assert seconds > 19, "no step came out of what was read before"
+    run.finish(250)
+    assert straight.codes == run.codes == [0], run.lines(0)[-5:]
+    assert trained(tmp_path / "cut") == trained(tmp_path / "straight")
+    assert "steps waited for data" in "\n".join(run.lines(0))
 
 
 def test_waits_are_bounded_and_what_is_missing_is_named(bucket, monkeypatch, tmp_path):

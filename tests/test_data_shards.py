@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as configs
+from jaxtrain import tokenize
+from jaxtrain.config import ConfigError
 from jaxtrain.config import data as sources
 from jaxtrain.data import corpus, folders, loader, packing, row_plan, shards, tokenization
 from jaxtrain.errors import UserError
@@ -68,37 +69,6 @@ def test_any_number_of_workers_writes_the_same_bytes(text_folder, written, tmp_p
     assert content(tmp_path / "out") == content(written)
 
 
-KILLED = """
-import pathlib, sys
-sys.path.insert(0, {tests!r})
-import test_data_shards as t
-if __name__ == "__main__":
-    t.tokenized(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), workers=2)
-"""
-
-
-def test_kill_at_random_moments_changes_no_byte(text_folder, written, tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(KILLED.format(tests=str(pathlib.Path(__file__).parent)))
-    output, rng, kills = tmp_path / "out", np.random.default_rng(0), 0
-    command = [sys.executable, str(script), str(text_folder), str(output)]
-    for attempt in range(12):
-        run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": ROOT}, stderr=subprocess.PIPE)
-        finished = len(list(output.glob("*.tokens")))
-        deadline = time.monotonic() + 60  # killed in the middle of a shard
-        while run.poll() is None and len(list(output.glob("*.tokens"))) <= finished + attempt % 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.05))
-        run.send_signal(signal.SIGKILL)
-        kills += run.wait() == -signal.SIGKILL
-        if (output / "index.json").exists():
-            break
-    assert kills >= 2
-    tokenized(text_folder, output)
-    assert content(output) == content(written)
-
-
 def test_rows_are_those_of_the_text(text_folder, written):
     """What is tokenized on the fly and what was tokenized before give the same rows, held-out ones too."""
     fly = corpus.load_corpus(make_config(text_folder, on_bad_record="skip", holdout_fraction=0.1))
@@ -121,6 +91,16 @@ def test_what_was_begun_otherwise_is_refused(text_folder, written, tmp_path):
         tokenized(text_folder, tmp_path / "full")
     with pytest.raises(UserError, match="is tokenized already"):
         tokenized(written, tmp_path / "again")
+
+
+def test_wrong_arguments_of_the_command_are_refused_together(tmp_path):
+    (tmp_path / "file").write_text("")
+    wrong = ["--workers=0", "--shard-tokens=0", "--holdout=1"]
+    with pytest.raises(ConfigError, match=r"--workers: must be[\s\S]*--shard-tokens: must be[\s\S]*--holdout: must be"):
+        tokenize.main([f"--input={tmp_path}/file", f"--output={tmp_path}/out", *wrong])
+    for output, what in (("", "is empty"), (tmp_path / "file", "is a file")):
+        with pytest.raises(ConfigError, match=f"--output=.*: {what}; name a folder"):
+            tokenize.main([f"--input={tmp_path}/file", f"--output={output}"])
 
 
 def test_a_bad_record_stops_and_finished_shards_stay(text_folder, tmp_path):
@@ -223,6 +203,8 @@ import sys, time
 start = time.monotonic()
 import numpy as np
 from jaxtrain import config as configs
+from jaxtrain import tokenize
+from jaxtrain.config import ConfigError
 from jaxtrain.data import corpus, loader
 config = configs.default_config()
 config.data.update(paths=(sys.argv[1],), seq_len_tokens=8192, global_batch_rows=64, holdout_fraction=0.0)

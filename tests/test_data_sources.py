@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
 import pathlib
 import socket
+import struct
 import subprocess
 import sys
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as configs
-from jaxtrain.data import corpus, files, megatron, records
+from jaxtrain.data import corpus, encoding, files, megatron, records
 from jaxtrain.data.tokenizers import ByteTokenizer
 from jaxtrain.errors import UserError
 
@@ -197,6 +199,15 @@ BAD = {  # line of the file, counted from 1 -> (bytes, what is said)
     10: (b'["text"]', "expected an object with fields, got a list"),
     11: (b'{"text":["x"]}', "expected text, got a list"),
     12: (b"[" * 100_000, "is no JSON"),
+    13: (b'{"text":"x","n":1,"text":"y"}', "the field 'text' comes twice"),
+    14: (b'{"text":NaN}', "expected text, got a number"),
+    15: (b'{"text":"a\x0bb"}', "is no JSON: Invalid control character"),
+    16: (b'{"text":"a"}{"text":"b"}', "is no JSON: Extra data at character 12"),
+    17: (b'{"text":"a"} \x00', "is no JSON: Extra data"),
+    18: (b'{"n":' + b"9" * 5000 + b',"text":"a"}', "is no JSON that can be read"),
+    19: (b'{"text":{"text":"a"}}', "expected text, got an object"),
+    20: (b'{"text":true}', "expected text, got a truth value"),
+    21: (b"\xff\xfe{\x00", "byte 0 of the line is not valid UTF-8"),
 }
 
 
@@ -263,6 +274,30 @@ def test_another_field_and_completions_in_other_fields(tmp_path):
     assert texts_of(make_config(tmp_path, text_field="body"))[0] == ["a"]
 
 
+@pytest.mark.parametrize("name", ["a,b.jsonl", "c d.jsonl", "e[1].jsonl", "f*.jsonl", "g?.jsonl", "ü#%20.jsonl", "X.JSONL"])
+def test_files_of_odd_names(tmp_path, name):
+    (tmp_path / "in" / "x.jsonl").mkdir(parents=True)
+    (tmp_path / "in" / name).write_text('{"text":"a"}')
+    (tmp_path / "in" / "x.jsonl" / "empty.jsonl").write_bytes(b"")
+    for path in (tmp_path / "in" / name, tmp_path / "in", f"{tmp_path}/i*"):
+        assert texts_of(make_config(path))[0] == ["a"]
+
+
+def test_packed_files_in_several_members_or_none(tmp_path):
+    lines = [b'{"text":"a"}\n', b'{"text":"b"}\n']
+    for suffix in (".gz", ".zst"):
+        (tmp_path / f"0.jsonl{suffix}").write_bytes(b"".join(packed_as(suffix, line) for line in lines))
+        (tmp_path / f"1.jsonl{suffix}").write_bytes(b"")
+        (tmp_path / f"2.jsonl{suffix}").write_bytes(packed_as(suffix, b"\xef\xbb\xbf" + lines[0]))
+    assert texts_of(make_config(tmp_path))[0] == ["a", "b", "a", "b", "a", "a"]
+    (tmp_path / "3.jsonl.gz").write_bytes(gzip.compress(lines[0]) + b"more")
+    with pytest.raises(UserError, match=r"3\.jsonl\.gz: line 2: the packed file is cut off or damaged"):
+        corpus.load_corpus(make_config(tmp_path))
+    (tmp_path / "3.jsonl.gz").write_bytes(lines[0])
+    with pytest.raises(UserError, match=r"3\.jsonl\.gz: line 1: the packed file is cut off or damaged \(Not a gzipped"):
+        corpus.load_corpus(make_config(tmp_path))
+
+
 # Formats of columns
 
 TEXTS = ["a", "b\u2028c\u0085d", "e\r\nf", "", "last"]
@@ -319,6 +354,71 @@ def test_invalid_utf8_and_numbers_in_columns(tmp_path, name):
     WRITERS[name](tmp_path / name, [1, 2])
     with pytest.raises(UserError, match=rf"{name}: row 0: the field 'text': expected text, got a number"):
         corpus.load_corpus(make_config(tmp_path))
+
+
+STRINGS = {
+    "large": lambda texts: pa.array(texts, pa.large_string()),
+    "dictionary": lambda texts: pa.array(texts).dictionary_encode(),
+    "view": lambda texts: pa.array(texts, pa.string_view()),
+}
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_columns_of_every_kind_of_text(tmp_path, name, kind):
+    WRITERS[name](tmp_path / name, STRINGS[kind](TEXTS))
+    assert texts_of(make_config(tmp_path))[0] == [text for text in TEXTS if text]
+    WRITERS[name](tmp_path / name, STRINGS[kind](["a", None]))
+    with pytest.raises(UserError, match=rf"{name}: row 1: the field 'text': expected text, got null"):
+        corpus.load_corpus(make_config(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_columns_that_are_no_text_or_come_twice(tmp_path, name):
+    for values, kind in (([b"a"], "bytes"), (pa.nulls(1), "null"), ([{"a": "x"}], "an object"), ([["x"]], "a list")):
+        WRITERS[name](tmp_path / name, values)
+        with pytest.raises(UserError, match=rf"{name}: row 0: the field 'text': expected text, got {kind}"):
+            corpus.load_corpus(make_config(tmp_path))
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    if name == "x.parquet":
+        parquet.write_table(table, tmp_path / name)
+    else:
+        with pa.OSFile(str(tmp_path / name), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match=rf"{name}: has several columns 'text'"):
+        corpus.load_corpus(make_config(tmp_path))
+
+
+def test_an_arrow_file_whose_offsets_are_damaged(tmp_path):
+    """Reading it as it stands would end the process."""
+    path = tmp_path / "x.arrow"
+    write_arrow(path, ["aaaa", "bbbb", "cc"])
+    data = path.read_bytes()
+    place = data.index(np.array([0, 4, 8], np.int32).tobytes())
+    path.write_bytes(data[:place] + np.array([0, 2**30, 8], np.int32).tobytes() + data[place + 12 :])
+    with pytest.raises(UserError, match=r"x\.arrow: row 0: cannot be read: .*Offset invariant"):
+        corpus.load_corpus(make_config(tmp_path))
+    assert texts_of(make_config(tmp_path, on_bad_record="skip"))[0] == ["cc"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_texts_that_are_too_long_are_named(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(encoding, "MAX_RECORD_BYTES", 1000)
+    writer = functools.partial(write_parquet, rows=9) if name == "x.parquet" else WRITERS[name]
+    writer(tmp_path / name, ["a", "x" * 1001, "c"])
+    with pytest.raises(UserError, match=rf"{name}: (row|record) 1: its text has 1,001 characters, more than 1,000"):
+        corpus.load_corpus(make_config(tmp_path))
+    assert texts_of(make_config(tmp_path, on_bad_record="skip"))[0] == ["a", "c"]
+    if name == "x.parquet":
+        WRITERS[name](tmp_path / name, [os.urandom(2000).hex(), os.urandom(2000).hex()])
+        with pytest.raises(UserError, match=r"x\.parquet: rows 0\.\.1: have .* MiB each on average"):
+            corpus.load_corpus(make_config(tmp_path))
+
+
+def test_long_rows_become_objects_a_few_at_a_time():
+    assert records._rows_at_once(1000, 1000) == 256 and records._rows_at_once(100, 300 << 20) == 5
+    assert records._rows_at_once(1, 1 << 31) == 1 and records._rows_at_once(0, 0) == 1
 
 
 def test_a_row_group_that_cannot_be_read(tmp_path):
@@ -405,6 +505,19 @@ def test_megatron_files(tmp_path, dtype, sequences):
         list(megatron.documents(files.File("m.idx", str(tmp_path / "m.idx"))))
     (tmp_path / "m.idx").unlink()
     with pytest.raises(UserError, match=r"m\.bin has no \.idx beside it"):
+        corpus.load_corpus(make_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "lengths, documents, what",
+    [([2, -3], [0, 1, 2], "negative"), ([2, 3], [0, 5], "0..1, each once"), ([2, 3], [0, 1], "0..1"), ([2, 3], [1, 2], "0..1")],
+)
+def test_a_megatron_index_that_cannot_be(tmp_path, lengths, documents, what):
+    facts = struct.pack("<QBQQ", 1, 8, len(lengths), len(documents))
+    arrays = (np.array(lengths, "<i4"), np.array([0, 4], "<i8"), np.array(documents, "<i8"))
+    (tmp_path / "x.idx").write_bytes(b"MMIDIDX\0\0" + facts + b"".join(array.tobytes() for array in arrays))
+    (tmp_path / "x.bin").write_bytes(b"\1\0" * 10)
+    with pytest.raises(UserError, match=rf"x\.idx is no Megatron index: .*{what}"):
         corpus.load_corpus(make_config(tmp_path))
 
 

@@ -584,11 +584,15 @@ def test_changes_are_listed_and_kept(place, tmp_path, straight):
 def test_other_rows_only_if_asked_for(place, tmp_path, straight):
     workdir = tmp_path / "run"
     shutil.copytree(straight.workdir, workdir)
-    overrides = "data.seed=1", "train.num_steps=21"
-    assert "data.seed: 0 in the checkpoint, 1 in this run" in train(place, workdir, *overrides).log
+    overrides = "data.seed=1", "data.global_batch_rows=32", "train.num_steps=21"
+    refused = train(place, workdir, *overrides).log
+    assert "data.seed: 0 in the checkpoint, 1 in this run" in refused
+    assert "data.global_batch_rows: 16 in the checkpoint, 32 in this run" in refused
     run = train(place, workdir, *overrides, "checkpoint.on_config_change=continue")
     assert run.code == 0, run.log
     assert "WARNING Changed since step 20: data.seed: 0 -> 1" in run.log
+    assert "WARNING Changed since step 20: data.global_batch_rows: 16 -> 32" in run.log
+    assert [step for step, _ in run.steps("loss")][-1] == 21
     assert "data.seed" in (workdir / "config_history.jsonl").read_text()
 
 

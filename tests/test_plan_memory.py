@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from planned import needs_plugin, plan
 
 from jaxtrain.plan.read import buffers, hlo, memory, protobuf
 
@@ -49,3 +50,16 @@ def test_heap_simulation():
 
 def test_every_row_has_a_title():
     assert len(set(memory.ROWS.values())) == len(memory.ROWS)
+
+
+@needs_plugin
+@pytest.mark.parametrize("offload", [(), ("memory.offload=master,moments",)])
+def test_the_moving_average_has_its_row(offload):
+    """Of the compiled step as of the formula, in the device's memory or, with the weights, in the host's."""
+    changes = ("model.num_layers=2", "model.embed_dim=512", "model.mlp_dim=1024", "model.num_heads=8", "model.num_kv_heads=8")
+    changes += ("model.head_dim=64", "model.vocab_size=4096", "data.seq_len_tokens=512", "memory.remat=dots", *offload)
+    with_it, without = (plan(*changes, f"train.ema_decay={decay}") for decay in ("0.999", "0"))
+    rows, formula = (with_it.ledger.host, with_it.closed.host) if offload else (with_it.ledger.rows, with_it.closed.rows)
+    assert rows["ema"] == formula["ema"] == formula["master"] + 4  # and a counter
+    assert "ema" not in {**without.ledger.rows, **without.ledger.host, **without.closed.rows, **without.closed.host}
+    assert with_it.ledger.total < without.ledger.total + (0 if offload else formula["ema"]) + 2**20  # nothing else grows

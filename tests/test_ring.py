@@ -13,6 +13,7 @@ from jaxtrain.model.attention import blockwise, cudnn, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.merge import merge
+from jaxtrain.model.attention.sinks import with_sinks
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.collectives import all_gather, axis_index, psum
 from jaxtrain.parallel.sharding import make_layout, per_device
@@ -93,17 +94,18 @@ def run(layout, arrays, segments, window=0, softcap=0.0, dtype=np.float32, sinks
 
 
 @functools.cache
-def compiled(layout, settings, with_sinks, causal=True, backend="blockwise"):
+def compiled(layout, settings, has_sinks, causal=True, backend="blockwise"):
     def device(q, k, v, g, segments, window, sinks):
         row, length = all_gather(layout, segments, "sequence", 1), q.shape[1]
 
         def attend(q, k, v, sinks):
-            sinks = sinks if with_sinks else None
             if layout.context.method == "ring":
-                return ring.attend(q, k, v, row, window, ring.Ring(layout, backend, settings, causal), sinks)
+                way = ring.Ring(layout, backend, settings, causal, has_sinks)
+                return with_sinks(*ring.attend(q, k, v, row, window, way), sinks if has_sinks else None)
             own = Positions(layout.context.row_positions(axis_index(layout, "sequence"), jnp.arange(length), length), segments)
             keys = Positions(jnp.arange(T), natural(row, layout))
-            return blockwise.attend(q, whole_row(k, layout), whole_row(v, layout), Mask(own, keys, window), settings, sinks)
+            found = blockwise.attend(q, whole_row(k, layout), whole_row(v, layout), Mask(own, keys, window), settings)
+            return with_sinks(*found, sinks if has_sinks else None)
 
         out, pull = jax.vjp(attend, q, k, v, sinks)
         *grads, d_sinks = pull(g)

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -165,3 +166,30 @@ def test_a_last_state_that_is_not_sound_is_not_saved():
     with pytest.raises(UserError, match="ended at step 6 with weights that are not saved: .*checkpoint.restore_step=5 "):
         keeper.finish(6)
     assert checkpoints.saved == [5]
+
+
+AFTER_ERROR = {
+    "whole": (dict(), [7]),
+    "lost": (dict(poisoned=True), []),
+    "its last step was skipped": (dict(skipped_in_row=1), []),
+    "nothing new": (dict(start=7), []),
+    "a save failed": (dict(failing=True), []),
+    "several processes": (dict(processes=2), []),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_ERROR)
+def test_what_is_saved_after_an_error(name, monkeypatch):
+    case, wanted = AFTER_ERROR[name]
+    checkpoints = Checkpoints()
+    checkpoints.newest = lambda: max(checkpoints.saved, default=None)
+    keeper = Keeper(checkpoints, Held(), {})
+    if case.get("failing"):
+        monkeypatch.setattr(checkpoints, "wait", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            keeper.wait()
+    monkeypatch.setattr(jax, "process_count", lambda: case.get("processes", 1))
+    state = types.SimpleNamespace(step=np.int32(7))
+    monkeypatch.setattr(jax, "block_until_ready", lambda state: 1 / 0 if "poisoned" in case else state)
+    keeper.save_after_error(state, (7, {"skipped_in_row": case.get("skipped_in_row", 0)}), case.get("start", 3))
+    assert checkpoints.saved == wanted

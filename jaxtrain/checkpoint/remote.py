@@ -35,12 +35,13 @@ class Store:
         self._system, self._base = filesystem(self.url)
 
     def sizes(self) -> dict[int, int]:
-        """Step -> bytes of those that were copied whole."""
+        """Step -> bytes of those that were copied whole, ascending."""
         found: dict[str, dict[str, int]] = {}
         for path, size in self._files(FOLDER).items():
             step, _, name = path.partition("/")
             found.setdefault(step, {})[name] = size
-        return {int(s): sum(f.values()) for s, f in sorted(found.items()) if files.names_step(s) and files.CHECKSUMS in f}
+        whole = sorted(int(step) for step, own in found.items() if files.names_step(step) and files.CHECKSUMS in own)
+        return {step: sum(found[str(step)].values()) for step in whole}
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small file; None if there is none."""

@@ -7,6 +7,7 @@ import dataclasses
 from jaxtrain.config.data_settings import DATA
 from jaxtrain.config.model_settings import MODEL
 from jaxtrain.config.setting import NOTHING, ROWS, SECTION_CHANGES, TRAINING, Setting, share
+from jaxtrain.remat.activations import POLICIES
 
 SETTINGS: dict[str, dict[str, Setting]] = {
     "model": MODEL,
@@ -91,10 +92,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "memory": {
         "remat": Setting(
             "dots",
-            "What blocks recompute in the backward. none: nothing; dots: all but what matrix products and attention give; "
-            "attention: that too; mlp: as dots, and the MLP's hidden activations; full: all but the blocks' inputs; "
-            "names: all but memory.keep.",
-            choices=("none", "dots", "attention", "mlp", "full", "names"),
+            "What blocks recompute in the backward. "
+            + "".join(f"{policy}: {meaning}; " for policy, (_, meaning) in POLICIES.items())
+            + "names: all but memory.keep.",
+            choices=(*POLICIES, "names"),
         ),
         "keep": Setting((), "With remat=names: named activations that are kept (README, Choose a layout)."),
         "remat_every_blocks": Setting(

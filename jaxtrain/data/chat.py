@@ -58,7 +58,7 @@ class Template:
             return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt)
         except self._error as error:
             raise Unfit(f"the chat template refuses it: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except Exception as error:  # a template is a program
             raise Unfit(f"the chat template fails on it: {type(error).__name__}: {error}") from error
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[str]:

@@ -258,15 +258,34 @@ def _count_shared(read: dict[str, Any], held: dict[str, Any]) -> int | None:
         return 0
     if sum(store.num_documents for store in stores) > permutation.TABLE_SIZE or sum(s.num_tokens for s in stores) > 2**28:
         return None
-    known = {digest for store in stores[: len(read)] for digest in _digests(store)}
-    return sum(digest in known for store in stores[len(read) :] for digest in _digests(store))
+    keys = [_keys(store) for store in stores]
+    trained, held_out = (np.unique(np.concatenate(some)) for some in (keys[: len(read)], keys[len(read) :]))
+    both = np.intersect1d(trained, held_out, assume_unique=True)
+    digests = [_digests(store, np.flatnonzero(np.isin(own, both))) for store, own in zip(stores, keys, strict=True)]
+    known = set().union(*digests[: len(read)])
+    return sum(digest in known for some in digests[len(read) :] for digest in some)
 
 
-def _digests(store: Store) -> list[bytes]:
-    ends = store.ends().tolist()
+def _keys(store: Store) -> np.ndarray:
+    """[documents] uint64 of the length and eight ids of each: equal for equal documents, and seldom for others."""
+    found = []
+    for number, facts in enumerate(store.shards):
+        shard = store.shard(number)
+        ids, ends = shard.ids(0, facts.tokens), shard.ends_in(0, facts.tokens)
+        lengths = np.diff(ends, prepend=0)
+        keys = lengths.astype(np.uint64)
+        for part in range(8):
+            keys = keys * np.uint64(0x9E3779B97F4A7C15) + ids[np.minimum(ends - lengths + lengths * part // 8, len(ids) - 1)]
+        found.append(keys)
+    return np.concatenate(found)
+
+
+def _digests(store: Store, documents: np.ndarray) -> list[bytes]:
+    ends = store.ends()
+    begins = np.concatenate([[0], ends[:-1]])
     return [
-        hashlib.blake2b(np.asarray(store.read(start, end)[0], np.uint32).tobytes(), digest_size=8).digest()
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+        hashlib.blake2b(np.asarray(store.read(int(begins[i]), int(ends[i]))[0], np.uint32).tobytes(), digest_size=8).digest()
+        for i in documents
     ]
 
 

@@ -122,8 +122,9 @@ class Content:
             raise BadRecord(f"expected an object with fields, got {_kind(value)}")
         if self.kind == "chat":
             messages = self._field(value, self.messages, list)
+            tools = self._field(value, self.tools, list) if value.get(self.tools) is not None else None
             try:
-                spans = template.spans(messages, value.get(self.tools), self.train_turns)
+                spans = template.spans(messages, tools, self.train_turns)
             except chat.Unfit as error:
                 raise BadRecord(str(error)) from error
             return [Part(text, trained, True) for text, trained in spans]

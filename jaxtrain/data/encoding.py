@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.data import chat, files, megatron
 from jaxtrain.data.documents import BadRecord, BadRecords, Content, Found, Part
-from jaxtrain.data.records import PIECE_BYTES, Input, Record, read
+from jaxtrain.data.records import MAX_RECORD_BYTES, PIECE_BYTES, Input, Record, read
 from jaxtrain.data.tokenizers import Tokenizer, id_dtype
 from jaxtrain.errors import UserError
 
@@ -122,6 +122,8 @@ class Encoder:
         if isinstance(record.value, np.ndarray):
             return []
         parts = self.content.parts(record.value, self.template, self.special_in_text)
+        if (size := sum(len(part.text) for part in parts)) > MAX_RECORD_BYTES:
+            raise BadRecord(f"its text has {size:,} characters, more than {MAX_RECORD_BYTES:,}")
         for part in parts:
             if not part.text.isascii():
                 try:

@@ -33,6 +33,10 @@ def documents(file: File) -> Iterator[np.ndarray]:
         lengths = np.frombuffer(data, "<i4", sequences, at)
         offsets = np.frombuffer(data, "<i8", sequences, at + 4 * sequences)
         begins = np.frombuffer(data, "<i8", boundaries, at + 12 * sequences)
+        if boundaries and (begins[0] or begins[-1] != sequences or (np.diff(begins) < 0).any()):
+            raise ValueError(f"its documents do not hold the sequences 0..{sequences - 1}, each once")
+        if (lengths < 0).any() or (offsets < 0).any():
+            raise ValueError("lengths or offsets are negative")
     except (ValueError, struct.error) as error:
         raise UserError(f"{file.name} is no Megatron index: {error}") from error
     name, dtype = file.url.removesuffix(".idx") + ".bin", np.dtype(_DTYPES[code])

@@ -200,7 +200,7 @@ def _jsonl(file: File, columns: Sequence[str]) -> Iterator[Record]:
                 if not line.strip():
                     continue
                 try:
-                    yield Record(where, json.loads(line.decode("utf-8")))
+                    yield Record(where, _json(line.decode("utf-8"), columns))
                 except UnicodeDecodeError as error:
                     yield Record(where, None, f"byte {error.start} of the line is not valid UTF-8")
                 except json.JSONDecodeError as error:
@@ -209,6 +209,20 @@ def _jsonl(file: File, columns: Sequence[str]) -> Iterator[Record]:
                     yield Record(where, None, f"is no JSON that can be read: {error}")
     except _DAMAGED as error:
         yield Record(f"line {number + 1}", None, f"{_damage(error)}; what follows is lost")
+
+
+def _json(text: str, columns: Sequence[str]) -> Any:
+    """The value of a line. Raises ValueError for one that is no JSON, or has a field that is needed twice."""
+    twice = any(text.count(f'"{column.rstrip("?")}"') > 1 for column in columns)
+    return json.loads(text, object_pairs_hook=_distinct if twice else None)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the field {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return found
 
 
 def _parquet(file: File, columns: Sequence[str]) -> Iterator[Record]:
@@ -225,9 +239,18 @@ def _parquet(file: File, columns: Sequence[str]) -> Iterator[Record]:
         return
     first = 0
     for group in range(table.num_row_groups):
-        count, done = table.metadata.row_group(group).num_rows, 0
+        facts, done = table.metadata.row_group(group), 0
+        count = facts.num_rows
+        chunks = [facts.column(i) for i in range(facts.num_columns)]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.partition(".")[0] in wanted)
+        if size > count * MAX_RECORD_BYTES:
+            problem = f"have {size / max(count, 1) / 2**20:.0f} MiB each on average, more than {MAX_RECORD_BYTES >> 20}"
+            yield Record(f"rows {first}..{first + count - 1}", None, problem, count)
+            first += count
+            continue
         try:
-            for batch in table.iter_batches(256, row_groups=[group], columns=wanted, use_threads=False):
+            at_once = _rows_at_once(count, size)
+            for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted, use_threads=False):
                 yield from _rows(batch, first + done)
                 done += batch.num_rows
         except (arrow.ArrowException, OSError) as error:
@@ -254,32 +277,58 @@ def _arrow(file: File, columns: Sequence[str]) -> Iterator[Record]:
             return
         for batch in batches:
             batch = batch.select(wanted)
-            for start in range(0, batch.num_rows, 256):
-                yield from _rows(batch.slice(start, 256), row + start)
+            at_once = _rows_at_once(batch.num_rows, batch.nbytes)
+            for start in range(0, batch.num_rows, at_once):
+                yield from _rows(batch.slice(start, at_once), row + start)
             row += batch.num_rows
     except (arrow.ArrowException, OSError) as error:
         yield Record(f"row {row}", None, f"cannot be read: {_first_line(error)}; what follows is lost")
 
 
+def _rows_at_once(rows: int, size: int) -> int:
+    """How many rows become Python objects at a time: memory does not grow with their length."""
+    return max(1, min(256, (rows << 24) // max(size, 1)))
+
+
 def _columns(names: Sequence[str], columns: Sequence[str]) -> tuple[list[str], str]:
     wanted = [column.rstrip("?") for column in columns if column.rstrip("?") in names]
     missing = [column for column in columns if not column.endswith("?") and column not in names]
+    if twice := [column for column in wanted if names.count(column) > 1]:
+        return wanted, f"has several columns {twice[0]!r}"
     return wanted, f"has no column {missing[0]!r}; its columns: {', '.join(names)}" if missing else ""
 
 
 def _rows(batch: Any, first: int) -> Iterator[Record]:
-    """Rows of an Arrow batch as dicts, each by itself where one of them cannot be decoded."""
+    """Rows of an Arrow batch as dicts, each by itself where one of them is damaged: invalid UTF-8, or offsets out of bounds."""
     try:
+        batch.validate(full=True)
         values = batch.to_pylist()
-    except UnicodeDecodeError:
-        for i in range(batch.num_rows):
-            try:
-                yield Record(f"row {first + i}", batch.slice(i, 1).to_pylist()[0])
-            except UnicodeDecodeError as error:
-                yield Record(f"row {first + i}", None, f"byte {error.start} is not valid UTF-8")
+    except ValueError:  # of Arrow, or of decoding
+        if batch.num_rows > 1:
+            for i in range(batch.num_rows):
+                yield from _rows(batch.slice(i, 1), first + i)
+            return
+        try:
+            yield Record(f"row {first}", None, f"byte {_undecodable(batch)} is not valid UTF-8")
+        except ValueError as error:
+            yield Record(f"row {first}", None, f"cannot be read: {_first_line(error)}")
         return
     for i, value in enumerate(values):
         yield Record(f"row {first + i}", value)
+
+
+def _undecodable(batch: Any) -> int:
+    """The first byte that is not UTF-8 in a row. Raises ValueError where something else is wrong."""
+    try:
+        batch.validate(full=True)
+    except ValueError as error:
+        if "UTF8" not in str(error):
+            raise
+    try:
+        batch.to_pylist()
+    except UnicodeDecodeError as error:
+        return error.start
+    raise ValueError("invalid UTF-8")
 
 
 def _array_record(file: File, columns: Sequence[str]) -> Iterator[Record]:
@@ -307,7 +356,7 @@ def _array_record(file: File, columns: Sequence[str]) -> Iterator[Record]:
                 continue
             try:
                 text = value.decode("utf-8")
-                yield Record(f"record {i}", json.loads(text) if columns else text)
+                yield Record(f"record {i}", _json(text, columns) if columns else text)
             except UnicodeDecodeError as error:
                 yield Record(f"record {i}", None, f"byte {error.start} is not valid UTF-8")
             except (ValueError, RecursionError) as error:

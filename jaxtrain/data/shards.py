@@ -115,12 +115,13 @@ class Writer:
         self._temporary.unlink(missing_ok=True)
 
     def _write(self, data: bytes, last: bool = False) -> None:
-        data = self._rest + data
-        while len(data) >= BLOCK or (last and data):
-            block, data = data[:BLOCK], data[BLOCK:]
+        data, at = memoryview(self._rest + data), 0
+        while len(data) - at >= BLOCK or (last and at < len(data)):
+            block = data[at : at + BLOCK]
             self._crcs.append(zlib.crc32(block))
             self._file.write(block)
-        self._rest = data
+            at += len(block)
+        self._rest = bytes(data[at:])
 
 
 def read_header(path: str | os.PathLike) -> dict[str, Any]:

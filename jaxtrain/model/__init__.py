@@ -1,1 +1,1 @@
-"""The decoder: layers, attention, blocks, loss."""
+"""The decoder: layers, attention, blocks, loss. Shape letters: docs/architecture.md, Shapes."""

@@ -73,7 +73,7 @@ class Block(nnx.Module):
         return tuple(tuple(key for key in part if getattr(self, key) is not None) for part in parts)
 
     def add_attention(self, x: jax.Array, rows: Rows, layer: Layer, keys: tuple | None) -> tuple[tuple, Cache | None]:
-        """Residual stream [B, t, D] -> what `add_mlp` takes: the same, and its input; and the updated cache.
+        """The residual stream [B, t, D] after attention with the block's input, as `add_mlp` takes them, and the updated cache.
 
         `keys`: the layer's dropout keys, [B, t] and [B, T].
         """
@@ -111,7 +111,7 @@ class Block(nnx.Module):
 
 
 class Final(NamedTuple):
-    """What the decoder gives out.
+    """What `Decoder.hidden` returns.
 
     Attributes:
       x: final activations [B, t, D] in compute dtype.
@@ -164,8 +164,8 @@ class Decoder(nnx.Module):
         """Embedding, blocks and final norm.
 
         Args:
-          tokens, segments, positions: [B, T] int32, this device's rows and places; segment 0 is padding; positions count
-            within a document.
+          tokens, segments, positions: [B, T] int32, of this device's rows; segment 0 is padding; positions count within a
+            document.
           dropout_key: seed, step, and the indices [B] of the rows in the step's global batch; None for no dropout.
           cache: keys and values of the `start` tokens before these, stacked over layers, for sampling.
         """
@@ -192,9 +192,9 @@ class Decoder(nnx.Module):
     def embed(
         self, tokens: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
     ) -> tuple[tuple[jax.Array, Any], ComputeParameter | None]:
-        """What goes into the blocks, and the table of positions if there is one. Arguments as of `hidden`.
+        """What goes into the blocks, and the gathered table of positions if there is one. For the arguments see `hidden`.
 
-        Through the blocks go activations [B, t, D] and the `Routing` sums of routers, () without experts.
+        Through the blocks go activations [B, t, D] and the `RouterSums`, () without experts.
         """
         model, layout, table = self.model, self.layout, None
         x = self.embedder.embed(tokens)
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
     def shared(
         self, segments: jax.Array, positions: jax.Array, dropout_key: DropoutKey | None = None, start: jax.Array | int = 0
     ) -> tuple[Rows, tuple | None, tuple | None]:
-        """What all blocks share: rows, dropout keys [B, t] and [B, T]. Arguments as of `hidden`."""
+        """What all blocks share: rows, dropout keys [B, t] and [B, T]. For the arguments see `hidden`."""
         in_row = self._in_row(segments.shape[1], start)
         angles = rope.tables(positions, self.model) if self.model.position == "rope" else None
         rows = Rows(segments, in_row, all_gather(self.layout, segments, "sequence", 1), angles)
@@ -283,11 +283,11 @@ class Decoder(nnx.Module):
         return jax.tree.map(jnp.transpose, head) if self.model.tie_embeddings else head
 
     def _in_row(self, length, start):
-        """[T]: places in the row of this device's positions."""
+        """Positions in the row, [T], of the tokens that this device holds."""
         return start + self.layout.context.row_positions(axis_index(self.layout, "sequence"), jnp.arange(length), length)
 
     def _own(self, x):
-        """Of T positions, those this device has between blocks."""
+        """The positions, of T, that this device has between blocks."""
         return own_positions(self.layout, x, x.ndim - 1) if self.layout.sequence_parallel else x
 
     def logits(self, x: jax.Array, head: ComputeParameter) -> jax.Array:
@@ -317,7 +317,7 @@ def decoder_specs(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
 
 
 def _add_layer(sums: RouterSums, own: RouterSums, layer: jax.Array) -> RouterSums:
-    """Sums with those of one layer: tables [L, E] get its row."""
+    """`sums` with those of one layer added: tables [L, E] get its row."""
     return jax.tree.map(lambda a, b: a.at[layer].set(b) if a.ndim else a + b, sums, own)
 
 

@@ -1,7 +1,7 @@
 """Dropout whose masks are a function of seed, step, row, position, layer and site: the same on every mesh and in recomputation.
 
-A row's index in the step's global batch says its microbatch and its place there, so masks do not depend on how the batch is
-cut into microbatches either.
+A row's index in the step's global batch determines its microbatch and its position there, so masks do not depend on how the
+batch is cut into microbatches either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 def keys(seed: int, step: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """One key per token, [b, t]: from seed and step, folded with row [b] and place in the row [t] as global indices."""
+    """One key per token [b, t], from seed, step, and the global indices of row [b] and of position in the row [t]."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(lambda row: jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, row), positions))(rows)
 

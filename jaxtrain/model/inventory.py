@@ -1,4 +1,4 @@
-"""The parameters of a model as one table, made from the abstract model: who counts, plans, optimizes or stores reads it.
+"""The parameters of a model as one table, made from the abstract model. Whoever counts, plans, optimizes or stores reads it.
 
 Nothing is allocated or compiled. What is not of the model itself (placements on a mesh, bytes) follows from a parameter's
 dimension names: see `jaxtrain.parallel.sharding`.
@@ -92,7 +92,7 @@ class Inventory:
         return sum(round(p.count * p.active) for p in self.parameters if p.multiplied and p.trainable)
 
     def tree(self, attribute: str) -> dict:
-        """Nested dict like the weights', of an attribute of each."""
+        """Nested dict like the weights, of an attribute of each."""
         found: dict = {}
         for parameter in self.parameters:
             *path, last = parameter.name.split(".")

@@ -1,8 +1,7 @@
-"""The pieces of a block: column- and row-parallel products, norms, biases, dropout. Code of one device (see `sharding`).
+"""The pieces of a block: column- and row-parallel matrix products, norms, biases. Code of one device (see `sharding`).
 
-Shape letters: B batch, T query positions, S key positions, D embed, N query heads, K key/value heads, G query heads
-per key/value head, H head dim, F mlp, V vocab, L layers; sizes are those of one device. Between blocks, positions are
-split over `tensor` too under sequence parallelism (Korthikanti et al. 2022): t positions there, T inside.
+Shape letters: docs/architecture.md, Shapes. Between blocks, positions are split over `tensor` too under sequence parallelism
+(Korthikanti et al. 2022): t positions there, T inside.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ _column_parallel.defvjp(_column_parallel_forward, _column_parallel_backward)
 
 
 def replicated_linear(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
-    """A product of this device's own positions with a matrix that is whole on each device of `tensor`; no collective."""
+    """The product of this device's own positions with a matrix that each device of `tensor` has whole; no collective."""
     return linear.add_bias(_replicated_linear(x, linear.kernel.get_value(), equation, linear.matmul))
 
 

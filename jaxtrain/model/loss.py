@@ -32,7 +32,7 @@ class LossSums(NamedTuple):
     objective: jax.Array  # what is minimized: smoothed cross-entropy + z_loss * log(Z)^2
     cross_entropy: jax.Array  # plain negative log-likelihood in nats; carries no gradient
     targets: jax.Array  # how many
-    routing: Any = ()  # `router.Routing` of mixtures of experts
+    routing: Any = ()  # `router.RouterSums` of mixtures of experts
     sources: Any = ()  # [sources, 2] cross-entropy and targets of each, where data come from several
 
 
@@ -79,7 +79,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 @jax.named_scope(LOSS)
 def _run(x, head, targets, layout, settings, with_gradients):
-    """All chunks: (LossSums, dx [B, t, D], this device's head gradient [D, V]), the last two only if asked for."""
+    """LossSums of all chunks; with `with_gradients` also dx [B, t, D] and this device's gradient of the head [D, V]."""
     matrix, tokens, width, sources = head.value, targets.size, x.shape[-1], settings.sources
     chunk = min(settings.chunk_tokens, tokens)
     count = -(-tokens // chunk)
@@ -116,7 +116,7 @@ def _run(x, head, targets, layout, settings, with_gradients):
 
 
 def _chunk(x, y, matrix, layout, settings):
-    """Objective sum and cross-entropy of each token of one chunk [c, D], and d objective / d logits [c, V] in float32."""
+    """Of one chunk [c, D]: the sum of the objective, each token's cross-entropy, and d objective / d logits [c, V], float32."""
     logits, slope = capped(jnp.dot(x, matrix, preferred_element_type=jnp.float32), settings.softcap, settings.scale)
     ids = shard_index(layout, "vocab") * matrix.shape[1] + jnp.arange(matrix.shape[1])
     real = ids < settings.vocab_size

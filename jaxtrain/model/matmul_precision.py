@@ -37,7 +37,7 @@ SMALLEST = 2.0**-100  # peak: below it, entries are zero
 
 
 def make(kind: str) -> Matmul:
-    """The product for `precision.products`: "compute" or "fp8"."""
+    """The matrix product for `precision.products`: "compute" or "fp8"."""
     return {"compute": plain, "fp8": fp8}[kind]
 
 

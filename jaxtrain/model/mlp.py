@@ -44,12 +44,7 @@ class Mlp(nnx.Module):
     """down(act(gate(x)) * up(x)), or down(act(up(x))): column-parallel, then row-parallel over `tensor`."""
 
     def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        execution: Execution,
-        out_stddev: float,
-        width: int = 0,
+        self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float, width: int = 0
     ):
         d, f = model.embed_dim, width or model.mlp_dim
 

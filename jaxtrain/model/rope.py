@@ -55,7 +55,7 @@ def _yarn_kept(model, theta, width):
 
 
 def temperature(model: ml_collections.ConfigDict, rope: Rope) -> float:
-    """What the tables are multiplied by: YaRN's factor on queries and keys, else 1."""
+    """The factor on the tables of cos and sin: YaRN's on queries and keys, else 1."""
     if model.rope_scaling != "yarn" or not rope.scaled:
         return 1.0
     return model.rope_attention_factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0

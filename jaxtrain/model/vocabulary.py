@@ -75,7 +75,7 @@ def _travels(parameter: ShardedParameter, spec: ParameterSpec) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _embed(parameter, tokens, spec):
-    """Where the table is sharded, ids travel instead: each device of `fsdp` looks up its part of D for all their tokens."""
+    """The lookup. Ids travel to a sharded table: each device of `fsdp` looks up its part of D for the tokens of all of them."""
     layout = spec.layout
     sharded = _travels(parameter, spec)
     ids = all_gather(layout, tokens, spec.zero_axes, 0) if sharded else tokens
@@ -113,7 +113,7 @@ _embed.defvjp(_embed_forward, _embed_backward)
 
 
 def _own_rows(size: int, tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Row in this device's part of the table, and whether it is there. Ids of other devices map to row 0."""
+    """Rows of ids in this device's part of the table, and whether they are there. Ids of other devices map to row 0."""
     rows = tokens - size * shard_index(layout, "vocab")
     owned = (rows >= 0) & (rows < size)
     return jnp.where(owned, rows, 0), owned

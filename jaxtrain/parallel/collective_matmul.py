@@ -23,10 +23,11 @@ AXIS = "tensor"
 def all_gather_matmul(
     layout: Layout, x: jax.Array, product: Callable[[jax.Array], list[jax.Array]], whole: bool = False
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """`product` of x gathered over positions.
+    """The product of x gathered over positions: all-gather and matmul in ring steps.
 
     Args:
-      x [B, t, ...]; product: [B, t, ...] -> list of [B, t, ...], position by position.
+      x: [B, t, ...].
+      product: [B, t, ...] -> list of [B, t, ...], each position by itself.
       whole: also return the gathered x.
 
     Returns:
@@ -50,12 +51,12 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     layout: Layout, product: Callable[..., jax.Array], sources: list[jax.Array], beside: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The sum over `tensor` of a product, of which each device keeps its positions.
+    """The sum of a product over `tensor`, of which each device keeps its positions: matmul and reduce-scatter in ring steps.
 
     Args:
-      product: one device's positions of each source, [B, t, ...] -> the partial product [B, t, ...] of those.
+      product: one device's positions [B, t, ...] of each source -> their partial product [B, t, ...].
       sources: [B, T, ...] each.
-      beside: [B, t, ...] to be gathered meanwhile.
+      beside: an array [B, t, ...] that is gathered meanwhile, or None.
 
     Returns:
       [B, t, ...], and `beside` gathered [B, T, ...] or None.

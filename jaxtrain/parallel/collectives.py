@@ -38,9 +38,9 @@ def reduce_scatter(layout: Layout, x: jax.Array, axes: str | Sequence[str], dim:
 def all_to_all(
     layout: Layout, x: jax.Array, axes: str | Sequence[str], split: int, join: int, group: int | None = None
 ) -> jax.Array:
-    """Part i along `split` goes to device i of an axis, or of several; what arrives is joined along `join`.
+    """Sends part i along `split` to device i of an axis, or of several, and joins what arrives along `join`.
 
-    group: among so many neighbours along the axis, None: all.
+    group: how many neighbours along the axis exchange with each other; None: all.
     """
     axes = _used(layout, axes)
     if not axes or group == 1:
@@ -56,24 +56,24 @@ def _used(layout, axes):
 
 
 def permute(layout: Layout, x: Any, axis: str, by: int) -> Any:
-    """The array, or tree of them, of the device `by` places earlier along an axis, around the ring."""
+    """The array, or tree of arrays, of the device that is `by` devices earlier along an axis, around the ring."""
     ways = layout.size(axis)
     return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)]) if ways > 1 else x
 
 
 def broadcast(layout: Layout, x: jax.Array, axis: str, source: int) -> jax.Array:
-    """The array, or tree of them, of one device along an axis, on each of them."""
+    """The array, or tree of arrays, of device `source` along an axis, on each device of the axis."""
     mine = axis_index(layout, axis) == source
     return psum(layout, jax.tree.map(lambda a: jnp.where(mine, a, jnp.zeros_like(a)), x), axis)
 
 
 def axis_index(layout: Layout, axis: str) -> jax.Array | int:
-    """This device's place along an axis."""
+    """This device's index along an axis."""
     return jax.lax.axis_index(axis) if layout.size(axis) > 1 else 0
 
 
 def shard_index(layout: Layout, dim: str) -> jax.Array | int:
-    """Which part of an activation's dimension this device has, counted from 0 in the order that shards are laid out."""
+    """The number of this device's shard of an activation's dimension, from 0 in the order in which shards are laid out."""
     number = 0
     for axis in ACTIVATION_RULES[dim]:
         number = number * layout.size(axis) + axis_index(layout, axis)

@@ -4,7 +4,7 @@ Devices form a ring of groups. A group of several exchanges heads for positions 
 all of the group's positions for some of the heads; keys and values travel around the ring (Liu et al. 2023). Ulysses alone is
 a ring of one group, the ring alone has groups of one device.
 
-Zig-zag placement: rows are cut into two chunks per group of the ring, and group g of R has chunks g and 2R-1-g: an early one,
+Zig-zag order: rows are cut into two chunks per group of the ring, and group g of R has chunks g and 2R-1-g: an early one,
 whose queries see few keys, and a late one. In every step of the ring all devices then have the same work.
 """
 
@@ -21,7 +21,7 @@ from jaxtrain.parallel.head_layout import head_layout
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The method and placement of `sharding.context_method` and `context_placement`, resolved.
+    """How rows lie over `sequence`: the settings `sharding.context_method` and `context_placement`, resolved.
 
     Attributes:
       method: "all_gather", or "ring" for all others.
@@ -41,11 +41,11 @@ class Context:
         return self.devices // self.group
 
     def row_positions(self, device: Any, offsets: Any, length: int) -> Any:
-        """Places in the row of a device's positions.
+        """Positions in the row of the tokens that a device holds.
 
         Args:
           device: along `sequence`, from 0; may be traced.
-          offsets: integers, of its `length` positions; beyond them: those of the next devices of its group.
+          offsets: integers below the `length` of what it holds; larger ones belong to the next devices of its group.
         """
         number, member = device // self.group, device % self.group
         held = length * self.group  # positions of a group
@@ -56,7 +56,7 @@ class Context:
         return (number + within // chunk * (2 * self.ring - 1 - 2 * number)) * chunk + within % chunk
 
     def order(self, seq_len: int) -> np.ndarray:
-        """[S] the place in the row of each position, in the order in which devices hold them: row[order] is what they get."""
+        """[S] positions in the row, in the order in which devices hold them: row[order] is what the devices get."""
         length = seq_len // self.devices
         return np.concatenate([self.row_positions(device, np.arange(length), length) for device in range(self.devices)])
 

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of `config.mesh` over `devices` (default: all), of Auto axes.
 
-    Auto, because one program must serve every layout: the rules table places states and block boundaries, the
-    partitioner places the rest, and `shard_map` takes over where the place of a collective matters.
+    Auto, because one program must serve every layout: the table of rules shards states and block boundaries, the
+    partitioner shards the rest, and `shard_map` takes over where it matters which collective runs when.
     Raises ConfigError when the axes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)

@@ -1,7 +1,7 @@
 """All sharding rules. No PartitionSpec is written elsewhere.
 
 One table maps the names of array dimensions to mesh axes. Every weight has four placements: `storage` (float32 master),
-`optimizer` (moments), `gradient` (sums over microbatches) and `working` (what is held of it between products). The
+`optimizer` (moments), `gradient` (sums over microbatches) and `working` (what is held of it between matrix products). The
 ZeRO stage is nothing but which of these carry the `fsdp` axis (Rajbhandari et al. 2020, section 5).
 
 Model code runs once per device on that device's own shards (`per_device`), and every collective is a call of the functions
@@ -110,7 +110,7 @@ class Layout:
         return tuple(axis for axis in axes if axis != "expert" or dim == "experts" or self.size("expert") > 1)
 
     def layer_order(self, count: int) -> np.ndarray:
-        """[stages, layers of a stage]: which layers stages hold, in the order in which the blocks' weights are stored.
+        """The layers that stages hold, [stages, layers of a stage], in the order in which the blocks' weights are stored.
 
         Virtual stage c of stage s of p is the (c * p + s)-th part of the model; with one each, layers are in order.
         """
@@ -125,7 +125,7 @@ class Layout:
         return self.size(*(axis for axis in TOKEN_AXES if axis not in at_once)) > 1
 
     def zero_axes(self, dims: Dims) -> tuple[str, ...]:
-        """Axes over which a ZeRO stage shards a weight, in whatever placements."""
+        """The axes over which a ZeRO stage shards a weight, in the placements that it shards."""
         return next((WEIGHT_RULES[dim] for dim in dims if dim is not None and "fsdp" in WEIGHT_RULES[dim]), STATE_AXES)
 
     def divided(self, dim: str) -> bool:
@@ -153,7 +153,7 @@ class Layout:
     def sharding(
         self, dims: Dims, placement: str, shape: Sequence[int] | None = None, memory_kind: str | None = None
     ) -> NamedSharding:
-        """As `spec`, on the mesh. With `shape`, every dimension must divide: XLA would replicate it in silence."""
+        """The sharding of an array. With `shape`, every dimension must divide, or XLA would replicate it silently."""
         if shape is not None:
             self.local_shape(dims, placement, shape)
         spec = self.spec(dims, placement)
@@ -177,7 +177,7 @@ class DescribedHost(NamedSharding):
     @classmethod
     @contextlib.contextmanager
     def forgotten(cls) -> Iterator[None]:
-        """Within it, these shardings have no memory kind."""
+        """A context in which these shardings have no memory kind."""
         before, cls._kind = cls._kind, None
         try:
             yield
@@ -192,7 +192,7 @@ class DescribedHost(NamedSharding):
 
 
 def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
-    """The layout of a validated config on a mesh that `jaxtrain.mesh.build` made."""
+    """The layout of a validated config on a mesh that `jaxtrain.parallel.mesh.build` made."""
     tensor, model = mesh.shape["tensor"], config.model
     heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
     sequence_parallel = config.sharding.sequence_parallel and tensor > 1

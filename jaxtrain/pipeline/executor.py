@@ -34,6 +34,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Schedule, forward_only
 
 AXIS = "pipeline"
+Index = jax.Array | int
 EMBEDDING, HEAD = ("embedder", "positions"), ("final_norm", "head")  # parameters read before the blocks, and after them
 
 
@@ -151,13 +152,15 @@ class _Step:
         own = sharded_parameters(self.parameters, buffers, accumulated, self.is_last_microbatch, self.is_gathered)
         return self.model.decoder(own)
 
-    def stack(self, microbatch, virtual_stage, accumulated: Any = None) -> tuple[LayerStack, LayerArguments]:
+    def stack(self, microbatch: Index, virtual_stage: Index, accumulated: Any = None) -> tuple[LayerStack, LayerArguments]:
         """The blocks of a virtual stage, and what they take beside x."""
         key = self.model.dropout_key(self.facts, microbatch)
         decoder = self.decoder(self.zeros, accumulated)
         return _stack(decoder, self.batch, microbatch, key, virtual_stage, self.deferred_shapes)
 
-    def forward(self, x, microbatch, virtual_stage, buffer: ActivationBuffer | None = None) -> tuple[Any, Any]:
+    def forward(
+        self, x: Any, microbatch: Index, virtual_stage: Index, buffer: ActivationBuffer | None = None
+    ) -> tuple[Any, Any]:
         """Activations for the next stage, and residuals, or the arrays of the buffer that has them."""
         stack, arguments = self.stack(microbatch, virtual_stage)
         if self.keep == "blocks":
@@ -165,7 +168,15 @@ class _Step:
         y = layer_loop.forward_only(stack, x, arguments)
         return y, buffer.write(buffer.arrays, x, None) if buffer else ((), x)
 
-    def backward(self, dx, residuals, accumulated, microbatch, virtual_stage, buffer: ActivationBuffer | None = None):
+    def backward(
+        self,
+        dx: Any,
+        residuals: Any,
+        accumulated: Any,
+        microbatch: Index,
+        virtual_stage: Index,
+        buffer: ActivationBuffer | None = None,
+    ) -> tuple[Any, Any, Any]:
         """The cotangent for the stage before, gradients of blocks, and deferred gradients, or the buffer's arrays with them."""
         stack, arguments = self.stack(microbatch, virtual_stage, {"blocks": accumulated})
         if self.keep == "input":
@@ -187,18 +198,18 @@ class _Step:
 
         return _once(f"weights_{phase}", tick.kind[phase] == WEIGHTS, multiply, accumulated)
 
-    def embed(self, microbatch, buffers: Any = None, accumulated: Any = None) -> Any:
+    def embed(self, microbatch: Index, buffers: Any = None, accumulated: Any = None) -> Any:
         """What the first stage takes of a microbatch."""
         key, batch = self.model.dropout_key(self.facts, microbatch), self.batch
         return self.decoder(buffers, accumulated).embed(batch.tokens[microbatch], batch.positions[microbatch], key)[0]
 
-    def embed_backward(self, dx, accumulated, microbatch) -> Any:
+    def embed_backward(self, dx: Any, accumulated: Any, microbatch: Index) -> Any:
         """Gradients of what is outside the blocks, with those of the embedding added."""
         _, vjp = jax.vjp(lambda buffers: self.embed(microbatch, buffers, accumulated), self.zeros)
         found = vjp(dx)[0]
         return {name: found[name] if name in EMBEDDING else tree for name, tree in accumulated.items()}
 
-    def head(self, x, accumulated, microbatch) -> tuple[LossSums, Any, Any]:
+    def head(self, x: Any, accumulated: Any, microbatch: Index) -> tuple[LossSums, Any, Any]:
         """Losses, the cotangent of the last activations, and gradients of what is outside the blocks, with the head's added."""
 
         def objective(x, buffers):

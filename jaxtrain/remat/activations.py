@@ -21,12 +21,13 @@ ACTIVATIONS: dict[str, str] = {
 }
 _PRODUCTS = tuple(name for name in ACTIVATIONS if not name.startswith("block_"))
 
-# None: everything, named or not.
-KEPT: dict[str, tuple[str, ...] | None] = {
-    "none": None,
-    "dots": _PRODUCTS,
-    "attention": tuple(name for name in _PRODUCTS if name != "attention"),
-    "mlp": tuple(name for name in _PRODUCTS if name != "mlp_hidden"),
-    "full": (),
+# Policy: the activations that it keeps (None: everything, named or not), and what it recomputes, for `--help`.
+POLICIES: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    "none": (None, "nothing"),
+    "dots": (_PRODUCTS, "all but what matrix products and attention give"),
+    "attention": (tuple(name for name in _PRODUCTS if name != "attention"), "that too"),
+    "mlp": (tuple(name for name in _PRODUCTS if name != "mlp_hidden"), "as dots, and the MLP's hidden activations"),
+    "full": ((), "all but the blocks' inputs"),
 }
+KEPT = {policy: kept for policy, (kept, _) in POLICIES.items()}
 STATE_GROUPS = ("master", "moments")  # of the training state, for `memory.offload`

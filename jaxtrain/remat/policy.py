@@ -29,9 +29,9 @@ def name(x: Any, name: str) -> Any:
 
 
 def named(name_: str, function: Callable, *args: Any) -> Any:
-    """The activation `function(*args)`, marked with a name that its operations bear, too.
+    """The activation `function(*args)`, marked with a name that its operations bear too.
 
-    Plans read it there: in the forward, where it is recomputed, and in its backward.
+    A plan reads the name of operations: in the forward, in the recomputation, and in the backward.
     """
     with jax.named_scope(name_):
         return name(function(*args), name_)
@@ -64,7 +64,7 @@ class Remat:
         return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), x) if "block_in" in self.offloaded else x
 
     def apply(self, part: Callable, position: int) -> Callable:
-        """A part of the block at a position of its group, counted from 0, under its policy."""
+        """A part of the block at a position of its group, counted from 0, wrapped in the policy of that block."""
         if self.kept is None or position < self.group_size - 1:
             return part
         on_device = [name for name in self.kept if name not in self.offloaded]
@@ -100,18 +100,18 @@ def remat(settings: ml_collections.ConfigDict) -> Remat:
 
 
 def memory_kind(settings: ml_collections.ConfigDict, group: str) -> str | None:
-    """Where a group of the training state ("master", "moments") lies: a memory kind of jax, None for the device's own."""
+    """The memory kind of jax for a group of the training state ("master", "moments"); None for the device's own memory."""
     return "pinned_host" if group in settings.offload else None
 
 
 def on_device(tree: Any, after: Any) -> Any:
-    """Arrays that may be on the host, on the device, not before `after` has been computed."""
+    """Brings arrays that may be on the host to the device, not before `after` has been computed."""
     tree, _ = jax.lax.optimization_barrier((tree, after))
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
 def with_working_copy(function: Callable, matrices: Any, dtype: Any) -> Callable:
-    """`function(params, ...)` for weights on the host: it gets copies on the device, matrices as `dtype`.
+    """`function(params, ...)` for weights on the host: it gets copies of them on the device, matrices in `dtype`.
 
     Args:
       matrices: nested dict of bool like the weights.

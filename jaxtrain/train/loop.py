@@ -49,8 +49,8 @@ EXPERT_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_sh
 def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[str, Any]:
     """Trains to train.num_steps and returns the summary that it writes to WORKDIR/summary.json.
 
-    Raises ConfigError for a config that cannot run on these devices, UserError for what else the user must mend, Stopped after
-    a signal that `stop.install` has taken over.
+    Raises ConfigError for a config that cannot run on these devices, UserError for anything else that the user must mend,
+    Stopped after a signal that `stop.install` has taken over.
     """
     started, workdir = time.monotonic(), pathlib.Path(workdir)
     setup_logging()
@@ -64,7 +64,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
 
 
 def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
-    """`run` from where devices are there on, in a workdir that is this run's alone."""
+    """The part of `run` that has devices, in a workdir that is locked for this run."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
     control.agree({"--workdir": str(workdir.resolve())} | prints)
@@ -198,7 +198,7 @@ class _Session:
         raise stop.error(f"step {step} was the last", self.keeper.newest())
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
-        """Waits for a step's metrics; shows and writes them when due; stops a run that goes nowhere."""
+        """Waits for a step's metrics, shows and writes them when due, and stops a run whose steps are all skipped."""
         metrics = {name: value if np.ndim(value) else float(value) for name, value in jax.device_get(metrics).items()}
         self.throughput.finished()
         self.last_metrics = metrics

@@ -93,7 +93,7 @@ def make(config: ml_collections.ConfigDict, dims: Any) -> optax.GradientTransfor
 
 
 def is_matrix(dims: Any) -> Any:
-    """Nested dict of bool like `dims`: does the weight multiply activations (and so decay)? Told by its name."""
+    """Nested dict of bool like `dims`: whether a weight multiplies activations, and so decays. Its name tells."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES, dims, is_leaf=is_dims)
 
 
@@ -103,7 +103,7 @@ def state_name(optimizer: str, path: str) -> str | None:
 
 
 def _matrix_axes(path: tuple, names: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Axes of an array that are the rows and the columns of its matrices: [L, D, N, H] is L matrices of D x NH.
+    """The axes of an array that are rows, and those that are columns, of its matrices: [L, D, N, H] is L matrices of D x NH.
 
     None for vectors: weights that do not multiply, whatever their rank.
     """
@@ -253,9 +253,9 @@ def _replaced(tree: Any, keys: list[str], leaf: Any) -> Any:
 
 
 def state_dims(optimizer: optax.GradientTransformation, params: Any, dims: Any) -> Any:
-    """Tree like the optimizer's state, of dimension names: it is sharded as the weights that it belongs to.
+    """Tree like the optimizer's state, of dimension names, so that each array is sharded like the weight that it belongs to.
 
-    Arrays like a weight have its dimensions, Adafactor's means those that they are not taken over; counters have none.
+    Arrays like a weight have its dimensions; Adafactor's means have those that they are not taken over; counters have none.
 
     Raises ValueError for any other array: it would be whole on every device in silence.
     """

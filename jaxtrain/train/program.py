@@ -11,29 +11,21 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.model import execution as executions
-from jaxtrain.model import inventory
+from jaxtrain.model import execution
 from jaxtrain.model.batch import Batch
-from jaxtrain.model.decoder import Decoder, decoder_specs
+from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.inventory import Inventory
 from jaxtrain.model.loss import IGNORE, SOURCE_BIT, LossSums
-from jaxtrain.model.moe import balance
 from jaxtrain.parallel import overlap
-from jaxtrain.parallel.parameters import replaced, subset
-from jaxtrain.parallel.sharding import Layout, make_layout, tree_shardings
-from jaxtrain.remat.policy import memory_kind, with_working_copy
+from jaxtrain.parallel.sharding import Layout, make_layout
 from jaxtrain.runtime import compat
-from jaxtrain.train import ema as averages
-from jaxtrain.train import optimizer as optimizers
-from jaxtrain.train.device import DeviceProgram
+from jaxtrain.train.functions import Functions
 from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import make_train_step, mean, mean_losses
 
 LAYER_ORDER = "layer_order"  # name of `Program.layer_order` among the facts that are saved with a state
 
@@ -142,117 +134,35 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     Raises ConfigError when the config cannot run on the mesh.
     """
     require_valid(config, mesh.size)
-    layout = make_layout(config, mesh)
-    model = ml_collections.FrozenConfigDict(config.model)
-    device = mesh.devices.flat[0]
-    platform = device.platform
-    execution = executions.of_config(config, layout, platform)
+    layout, device = make_layout(config, mesh), mesh.devices.flat[0]
     gpu = hardware.find(device.device_kind)
     if config.precision.products == "fp8" and gpu and not gpu.fp8_flops:
         raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
-
-    def make(key):
-        return Decoder(nnx.Rngs(params=key), model, execution)
-
-    abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
-    graph, weights = nnx.split(abstract, nnx.Param)
-    parameters, abstract_params = inventory.of_decoder(abstract, config.train.frozen), nnx.to_pure_dict(weights)
-    dims = parameters.tree("dims")
-    merge = functools.partial(nnx.merge, graph)
-    trainable = parameters.tree("trainable")
-    trained, trained_dims = subset(abstract_params, trainable), subset(dims, trainable)
-    optimizer = optimizers.make(config, trained_dims)
-
-    whole = layout.sharding((), "activation")
-    param_shardings = tree_shardings(layout, abstract_params, dims, "storage", memory_kind(config.memory, "master"))
-    gradient_shardings = tree_shardings(layout, trained, trained_dims, "optimizer")
-    opt_shardings = _optimizer_shardings(layout, optimizer, trained, trained_dims, memory_kind(config.memory, "moments"))
-    averaged = averages.Ema(whole, subset(param_shardings, trainable)) if config.train.ema_decay else ()
-    state_shardings = TrainState(whole, param_shardings, opt_shardings, whole, whole, averaged)
-
-    def begin_optimizer(params):
-        return optimizer.init(subset(params, trainable))
-
-    def begin_ema(params):
-        return averages.begin(subset(params, trainable)) if config.train.ema_decay else ()
-
-    def init(seed):
-        params = nnx.to_pure_dict(nnx.state(make(jax.random.key(seed)), nnx.Param))
-        if layout.virtual_stages > 1:  # layers lie in the order of `Layout.layer_order`
-            order = layout.layer_order(model.num_layers).ravel()
-            params["blocks"] = jax.tree.map(lambda a: a[order], params["blocks"])
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, begin_optimizer(params), zero, zero, begin_ema(params))
-
-    specs = decoder_specs(abstract, layout, execution.dtype)
-    functions: Sequence[Callable] = DeviceProgram(config, layout, merge, parameters, specs).functions()
-    if "master" in config.memory.offload:
-        functions = [with_working_copy(function, optimizers.is_matrix(dims), execution.dtype) for function in functions]
-    gradients, evaluation, logits = functions
-
-    def loss_and_grads(params, batch, step):
-        sums, grads, norm = gradients(params, batch, step)
-        grads, norm = mean(sums, (grads, norm))
-        extra = balance.figures(sums.routing, config) if model.num_experts else {}
-        return mean_losses(sums) | extra | {"grad_norm": norm}, grads
-
-    moves_bias = "blocks.mlp.router.bias" in {p.name for p in parameters.parameters if p.trainable}
-
-    def routed(params, sums, finite):
-        stored = sums.routing.counts[layout.layer_order(len(sums.routing.counts)).reshape(-1)]
-        params = balance.move_bias(params, stored, finite, config.train.router_bias_rate) if moves_bias else params
-        return params, balance.figures(sums.routing, config)
-
-    rule = optimizers.make_update(config, trained_dims)
-
-    def update(finite, rate, grads, params, state):
-        new, state = rule(finite, rate, grads, subset(params, trainable), state)
-        return replaced(params, new), state
-
-    train_step = make_train_step(gradients, update, config.optimizer.clip_norm, routed if model.num_experts else None)
+    f = Functions(config, execution.of_config(config, layout, device.platform))
+    once = functools.partial(jax.jit, compiler_options=compat.run_once_options(device.platform))
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
-    length, context = config.data.seq_len_tokens, layout.context
-    natural = np.argsort(context.order(length)) if context.zigzag else slice(None)  # where each position of a row is
-    abstract_state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(init, 0), state_shardings
-    )
     return Program(
         config=config,
         layout=layout,
-        model=model,
-        dtype=execution.dtype,
-        inventory=parameters,
-        abstract_state=abstract_state,
-        batch_shape=(count, rows // count, length),
+        model=f.model,
+        dtype=f.execution.dtype,
+        inventory=f.parameters,
+        abstract_state=jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(f.init, 0), f.state
+        ),
+        batch_shape=(count, rows // count, config.data.seq_len_tokens),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
-        init=jax.jit(init, out_shardings=state_shardings, compiler_options=compat.run_once_options(platform)),
-        begin={
-            key: jax.jit(function, out_shardings=shardings, compiler_options=compat.run_once_options(platform))
-            for key, function, shardings in (("opt_state", begin_optimizer, opt_shardings), ("ema", begin_ema, averaged))
-        },
+        init=once(f.init, out_shardings=f.state),
+        begin={"opt_state": once(f.begin_optimizer, out_shardings=f.opt_state), "ema": once(f.begin_ema, out_shardings=f.ema)},
         train_step=jax.jit(
-            train_step,
-            out_shardings=(state_shardings, whole),
+            f.train_step,
+            out_shardings=(f.state, f.whole),
             donate_argnums=0,
-            compiler_options=overlap.compiler_options(config, platform, gpu),
+            compiler_options=overlap.compiler_options(config, device.platform, gpu),
         ),
-        eval_step=jax.jit(lambda params, batch: evaluation(params, batch)[0], out_shardings=whole),
-        loss_and_grads=jax.jit(loss_and_grads, out_shardings=(whole, gradient_shardings)),
-        logits=jax.jit(lambda params, batch: logits(params, batch)[0][:, natural, : model.vocab_size], out_shardings=whole),
-        merge=merge,
+        eval_step=jax.jit(f.evaluation, out_shardings=f.whole),
+        loss_and_grads=jax.jit(f.loss_and_grads, out_shardings=(f.whole, f.gradients)),
+        logits=jax.jit(f.logits, out_shardings=f.whole),
+        merge=f.merge,
     )
-
-
-def _optimizer_shardings(layout: Layout, optimizer: Any, abstract_params: Any, dims: Any, memory_kind: str | None) -> Any:
-    """Moments lie like their weights in `optimizer` placement; without this, tx.init would leave them whole everywhere.
-
-    Counters and what else is no array of weights stays on the device.
-    """
-    state = jax.eval_shape(optimizer.init, abstract_params)
-    names = optimizers.state_dims(optimizer, abstract_params, dims)
-
-    def sharding(leaf, d):
-        return layout.sharding(d, "optimizer", leaf.shape, memory_kind if leaf.ndim else None)
-
-    return jax.tree.map(sharding, state, names)

@@ -106,7 +106,7 @@ def _dims(program):
 
 
 def _advance(program, weights, rows, start, cache):
-    """Logits [B, V] of the last position and the cache, of tokens, segments and positions [B, T] at places start, ..."""
+    """Logits [B, V] of the last of T positions, and the cache. rows: tokens, segments, positions [B, T] from `start` on."""
     decoder = program.merge(sharded_parameters(weights))
     x, head, cache, *_ = decoder.hidden(*rows, cache=cache, start=start)
     return decoder.logits(x[:, -1:], head)[:, 0], cache

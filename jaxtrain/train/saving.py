@@ -57,7 +57,7 @@ class Keeper:
     def __init__(self, checkpointer: Checkpointer, lock: WorkdirLock, facts: dict[str, Any]):
         self._checkpointer, self._lock, self._facts = checkpointer, lock, facts
         self._first_bad = 0  # the first step of those that have been skipped in a row up to now; 0: the last was fine
-        self._postponed = self._failing = False
+        self._postponed = self._failing = False  # failing: a save is, and is not to be tried again
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the state after `step` is to be given to `save`."""
@@ -91,18 +91,20 @@ class Keeper:
             log.warning("Step %d: the checkpoint before is still being written, this one is saved when it is done", step)
         self._postponed = bool(self._first_bad) or busy
         if not self._postponed:
-            self._failing = True  # until it has begun
+            self._failing = True
             self._lock.require_held()
             self._checkpointer.save(step, state, self._facts, evaluation)
             self._failing = False
 
     def save_after_error(self, state: TrainState, pending: tuple[int, dict[str, Any]] | None, start: int) -> None:
-        """Saves what a run has reached that ends with an error, if the state is whole and its steps were fine. Never raises.
+        """Saves what a run of one process has reached that ends with an error, if the state is whole and its steps were fine.
 
         Args:
           pending: the last step and its metrics, if these have not been looked at.
           start: steps that the run began with.
         """
+        if jax.process_count() > 1:  # a save takes all processes, which may be elsewhere, and are to learn of the error at once
+            return
         try:
             jax.block_until_ready(state)  # raises if it went into a step that failed
             step = int(state.step)
@@ -112,9 +114,6 @@ class Keeper:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
         if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
-            return
-        if jax.process_count() > 1:
-            log.error("Step %d is not saved: that takes all processes, and others may be elsewhere", step)
             return
         try:
             self.save(step, state, {})
@@ -126,7 +125,9 @@ class Keeper:
 
     def wait(self) -> None:
         """Until what is being saved is complete."""
+        self._failing = True
         self._checkpointer.wait()
+        self._failing = False
 
     def newest(self) -> int | None:
         """The newest step with a checkpoint; None without any."""

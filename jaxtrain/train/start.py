@@ -1,4 +1,4 @@
-"""What a run begins with: its own newest checkpoint, the weights of another run, or new weights; and which settings changed.
+"""The beginning of a run: its own newest checkpoint, the weights of another run, or new weights; and which settings changed.
 
 Owns the facts that are saved with each checkpoint, what of them may differ when a run goes on, and WORKDIR/config.json and
 config_history.jsonl.
@@ -93,7 +93,7 @@ class Start:
         return str(folder)
 
     def _begun(self, state: TrainState, fields: list[str]) -> TrainState:
-        """The state with these fields as they are before the first step with its weights."""
+        """The state, with these fields as they are before the first step with its weights."""
         begin = {key: control.compiled_together(self._program.begin[key])(state.params) for key in fields}
         return dataclasses.replace(state, **begin)
 
@@ -176,7 +176,7 @@ def saved_settings(facts: dict, workdir: pathlib.Path, otherwise: dict) -> dict:
 
 
 def _changed_data(old: Any, new: Any) -> list[str]:
-    """Which sources differ; of one source there is its fingerprint alone."""
+    """The sources whose fingerprints differ, a line each. Of a single source, the fingerprint alone is recorded."""
     if not (isinstance(old, dict) or isinstance(new, dict)):
         return [f"data_fingerprint: {old!r} in the checkpoint, {new!r} in this run (data.on_change)"]
     old, new = (side if isinstance(side, dict) else {"data": side} for side in (old, new))

@@ -1,4 +1,4 @@
-"""A model with its weights, of a run or a Hugging Face folder, on whatever mesh: what commands beside training need."""
+"""A model with its weights, from a run or a Hugging Face folder, on any mesh: what the commands beside training need."""
 
 from __future__ import annotations
 

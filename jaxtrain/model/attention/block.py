@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtrain.model.attention import blockwise, cudnn, reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
+from jaxtrain.model.attention.sinks import with_sinks
 from jaxtrain.model.dropout import factors
 from jaxtrain.model.execution import Execution
 from jaxtrain.model.layers import Linear, Norm, column_parallel, read, row_parallel, shared_by_replicas, vector
@@ -35,7 +36,7 @@ class Rows:
     rope: tuple[jax.Array, jax.Array] | None  # cos, sin: see `rope.tables`
 
     def angles(self, layer: Layer) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [B, T, H/2] of a layer."""
+        """A layer's cos and sin [B, T, H/2]."""
         if layer.rope is None:
             return self.rope
         return tuple(jax.lax.dynamic_index_in_dim(table, layer.rope, 0, keepdims=False) for table in self.rope)
@@ -51,7 +52,7 @@ class Cache:
     segments: jax.Array
 
     def write(self, keys: jax.Array, values: jax.Array, rows: Rows) -> Cache:
-        """The cache with new positions [B, T, K, H] at the places of `rows`."""
+        """The cache with new keys and values [B, T, K, H] written at the positions of `rows`."""
 
         def put(old, new):
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), rows.index[0], 1)
@@ -73,13 +74,7 @@ class Layer:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023); K = N is multi-head, K = 1 multi-query."""
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        execution: Execution,
-        out_stddev: float,
-    ):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         layout = execution.layout
         self.model, self.layout, self.backend = model, layout, execution.attention_backend
         d, n = model.embed_dim, model.num_heads
@@ -115,7 +110,9 @@ class Attention(nnx.Module):
         """
         q, k, v = self._inputs(x, rows, layer)
         with jax.named_scope("attention"):
-            out, cache = self._see(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), k, v, rows, layer, keys)
+            q_grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+            out, lse, cache = self._attend_to_row((q_grouped, k, v), rows, layer, keys)
+            out = with_sinks(out, lse, None if self.sinks is None else read(self.sinks).reshape(q_grouped.shape[2:4]))
         out = out.reshape(q.shape)[..., : self.value_dim]
         return named("attention_out", row_parallel, out, "BTNH,DNH->BTD", self.out), cache
 
@@ -132,33 +129,32 @@ class Attention(nnx.Module):
                 q, k = rotate(q, *angles), rotate(k, *angles)
         return q, k, v
 
-    def _see(self, q, k, v, rows, layer, dropout_keys):
-        """Attention of this device's queries [B, T, K, G, H] to the whole row, or to the cache; and the cache."""
-        model, layout = self.model, self.layout
+    def _attend_to_row(self, inputs, rows, layer, dropout_keys):
+        """Attention of this device's queries [B, T, K, G, H] to the whole row, or to the cache; its log-sum-exp; the cache."""
+        model, layout, (q, k, v) = self.model, self.layout, inputs
         settings = Settings(model.attention_scale or model.head_dim**-0.5, model.attention_softcap)
-        sinks = None if self.sinks is None else read(self.sinks).reshape(q.shape[2:4])
         queries, cache = Positions(rows.index, rows.segments), layer.cache
         if cache is not None:
             cache = cache.write(k, v, rows)
             mask = Mask(queries, Positions(jnp.arange(cache.keys.shape[1]), cache.segments), layer.window)
-            return reference.attend(q, cache.keys, cache.values, mask, settings, sinks), cache
+            return *reference.attend(q, cache.keys, cache.values, mask, settings), cache
         if layout.context.devices > 1 and layout.context.method == "ring":
-            way = ring.Ring(layout, self.backend, settings)
-            return ring.attend(q, k, v, rows.key_segments, layer.window, way, sinks), None
+            way = ring.Ring(layout, self.backend, settings, with_lse=self.sinks is not None)
+            return *ring.attend(*inputs, rows.key_segments, layer.window, way), None
         k, v, segments = whole_row(k, layout), whole_row(v, layout), natural(rows.key_segments, layout)
         mask = Mask(queries, Positions(jnp.arange(k.shape[1]), segments), layer.window)
-        return self._attend((q, k, v), mask, settings, sinks, dropout_keys), None
+        return *self._attend((q, k, v), mask, settings, dropout_keys), None
 
-    def _attend(self, inputs, mask, settings, sinks, dropout_keys):
-        """Attention of queries to keys and values of the whole row [B, S, K, H], in natural order."""
+    def _attend(self, inputs, mask, settings, dropout_keys):
+        """Attention of queries to keys and values of the whole row [B, S, K, H], in natural order; and its log-sum-exp."""
         model, (q, k, _) = self.model, inputs
         if self.backend == "blockwise":
-            return blockwise.attend(*inputs, mask, settings, sinks)
+            return blockwise.attend(*inputs, mask, settings)
         if self.backend == "cudnn":
-            return cudnn.attend(*inputs, mask, settings)
+            return cudnn.attend(*inputs, mask, settings), None
         kept = None
         if model.dropout_attention and dropout_keys is not None:
             # [B, T, N, S] for the true heads, of which this device takes its own: masks do not depend on `tensor`.
             kept = factors(dropout_keys, model.dropout_attention, (model.num_heads, k.shape[1]))
             kept = own_heads_of(kept, 2, self.layout).reshape(*q.shape[:4], k.shape[1]).transpose(0, 2, 3, 1, 4)
-        return reference.attend(*inputs, mask, settings, sinks, kept)
+        return reference.attend(*inputs, mask, settings, kept)

@@ -11,47 +11,41 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
-from jaxtrain.model.attention.merge import row_sums, saved_lse, sinks_gradient, with_sinks
+from jaxtrain.model.attention.merge import Saved, given_lse, row_sums, saved_lse
 from jaxtrain.model.softcap import capped
 from jaxtrain.remat.policy import name
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(q, k, v, mask: Mask, settings: Settings, sinks: jax.Array | None = None) -> jax.Array:
-    """As `reference.attend`.
-
-    Args:
-      q [B, T, K, G, H]; k, v [B, S, K, H]: the whole row; one float dtype. sinks: [K, G] float32 or None.
-    """
-    return _forward(q, k, v, mask, settings, sinks)[0]
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Attention to the whole row, with arguments and results of `reference.attend`; both results have gradients."""
+    return _forward(q, k, v, mask, settings)[0]
 
 
-def _forward(q, k, v, mask, settings, sinks):
-    """Output, and for the backward also one log-sum-exp per query."""
-    out, lse = forward(q, k, v, mask, settings, q.dtype if sinks is None else jnp.float32)
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
-    out, lse = name((out.astype(q.dtype), saved_lse(lse)), "attention")
-    return out, (q, k, v, mask, sinks, out, lse)
+def _forward(q, k, v, mask, settings):
+    out, lse = forward(q, k, v, mask, settings, q.dtype)
+    out, lse = name((out, saved_lse(lse)), "attention")
+    return (out, given_lse(lse)), (q, k, v, mask, out, lse)
 
 
-def _backward(settings, residuals, g):
-    q, k, v, mask, sinks, out, lse = residuals
-    sums = row_sums(g, out)
-    dq, dk, dv = backward(q, k, v, mask, settings, (out, lse, sums), g, q.dtype)
-    d_sinks = None if sinks is None else sinks_gradient(sinks, lse, sums)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, d_sinks
+def _backward(settings, residuals, gradients):
+    (q, k, v, mask, out, lse), (g, g_lse) = residuals, gradients
+    dq, dk, dv = backward(q, k, v, mask, settings, Saved(out, lse, row_sums(g, g_lse, out), g), q.dtype)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 attend.defvjp(_forward, _backward)
 
 
-def forward(q, k, v, mask: Mask, settings: Settings, dtype=jnp.float32):
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
     """Attention to some keys: output [B, T, K, G, H] in `dtype`, log-sum-exp [B, T, K, G] float32, -inf without any."""
     blocks = _Blocks(q, k, mask, settings)
     heads_q, heads_k, heads_v = _heads_first(q), _heads_first(k), _heads_first(v)
@@ -84,15 +78,13 @@ def forward(q, k, v, mask: Mask, settings: Settings, dtype=jnp.float32):
     return tuple(jnp.moveaxis(_join(x, q.shape[1]), 3, 1) for x in (out, lse))
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved, g, dtype=jnp.float32):
-    """Gradients by q, in `dtype`, and by k and v, in float32, of attention of which these are some of the keys.
-
-    Args:
-      saved: output, log-sum-exp (`saved_lse`) and `row_sums` of attention to all keys; g: the gradient of that output.
-    """
-    lse, delta = (jnp.moveaxis(x, 1, 3) for x in saved[1:])
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, saved: Saved, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of attention to these keys by q, in `dtype`, and by k and v, in float32. `saved`: of attention to all keys."""
+    lse, delta = (jnp.moveaxis(x, 1, 3) for x in (saved.lse, saved.sums))
     blocks = _Blocks(q, k, mask, settings)
-    heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(g)
+    heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(saved.g)
 
     def one_query_block(carry, i):
         q_i, g_i = blocks.queries(heads_q, i), blocks.queries(heads_g, i)
@@ -107,7 +99,7 @@ def backward(q, k, v, mask: Mask, settings: Settings, saved, g, dtype=jnp.float3
             ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
             dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
             dk_j = jnp.einsum("BKGTS,BKGTH->BKSH", ds, q_i, preferred_element_type=jnp.float32)
-            dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(g.dtype), g_i, preferred_element_type=jnp.float32)
+            dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(saved.g.dtype), g_i, preferred_element_type=jnp.float32)
             return dq_i, blocks.add_keys(dk, dk_j, j), blocks.add_keys(dv, dv_j, j)
 
         zero = jnp.zeros(q_i.shape, jnp.float32)
@@ -122,7 +114,7 @@ def backward(q, k, v, mask: Mask, settings: Settings, saved, g, dtype=jnp.float3
 
 
 def _heads_first(x):
-    """[B, T, heads..., H] -> [B, heads..., T, H]: once, so that the products of the blocks need no transposition."""
+    """[B, T, heads..., H] -> [B, heads..., T, H], done once so that the products of blocks need no transposition."""
     return jnp.moveaxis(x, 1, -2)
 
 
@@ -177,7 +169,7 @@ class _Blocks:
 
 
 def _ends(index, size):
-    """[B, blocks] each: the first and the last place of every block of [B, T]."""
+    """The first and the last entry of every block of [B, T]: [B, blocks] each."""
     return index[:, ::size], jnp.concatenate([index[:, size - 1 : -1 : size], index[:, -1:]], 1)
 
 

@@ -13,21 +13,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
-from jaxtrain.model.attention.merge import halves, join, merge
+from jaxtrain.model.attention.merge import Saved, halves, join, merge
 from jaxtrain.runtime.compat import cudnn_attention, cudnn_attention_backward
 
 SQUARE = 1024  # largest piece on the diagonal that gets a mask
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> jax.Array:
-    """As `reference.attend`, for bfloat16 on GPU. `attention.limits.cudnn_refusal` lists what it cannot honour."""
+    """The output of `reference.attend`, in bfloat16 on GPUs. `attention.limits.cudnn_refusal` lists what it cannot honour."""
     seen = visible(mask)[:, None]
     out = jax.nn.dot_product_attention(_heads(q), k, v, mask=seen, scale=settings.scale, implementation="cudnn")
     return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
 
 
-def forward(q, k, v, mask: Mask, settings: Settings):
-    """As `blockwise.forward` without window and soft cap. Each document is in one piece in its row.
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Attention to some keys, like `blockwise.forward` without window and soft cap. A document is in one piece in its row.
 
     With `mask.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries.
     """
@@ -36,10 +36,12 @@ def forward(q, k, v, mask: Mask, settings: Settings):
     return _triangle(q, k, v, mask.queries.segments, settings.scale)
 
 
-def backward(q, k, v, mask: Mask, settings: Settings, saved, g):
-    """As `blockwise.backward`, of `forward`."""
-    out, lse, _ = saved
-    rows = (q, out, jnp.where(jnp.isinf(lse), 1e30, lse), g)  # a query that sees nothing: exp(score - lse) is 0
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, saved: Saved
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of `forward` by q, k and v in float32, with arguments of `blockwise.backward`."""
+    lse = jnp.where(jnp.isinf(saved.lse), 1e30, saved.lse)  # of a query that sees nothing: exp(score - lse) is 0
+    rows = (q, saved.out, lse, saved.g)
     if not mask.causal:
         return _rectangle_backward(rows, k, v, mask.queries.segments, mask.keys.segments, settings.scale)
     return _triangle_backward(rows, k, v, mask.queries.segments, settings.scale)

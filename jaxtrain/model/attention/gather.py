@@ -13,7 +13,7 @@ from jaxtrain.parallel.sharding import Layout
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def whole_row(k: jax.Array, layout: Layout) -> jax.Array:
-    """Keys or values [B, T, K, H] -> [B, S, K, H]: those of the whole row, gathered over `sequence`, in natural order."""
+    """Keys or values of the whole row, gathered over `sequence`, in natural order: [B, T, K, H] -> [B, S, K, H]."""
     return natural(all_gather(layout, k, "sequence", 1), layout)
 
 
@@ -24,7 +24,7 @@ whole_row.defvjp(
 
 
 def natural(x: jax.Array, layout: Layout) -> jax.Array:
-    """[B, S, ...] in the order in which devices hold it -> in the order of the row."""
+    """Brings [B, S, ...] from the order in which devices hold it to the order of the row."""
     return _chunks(x, np.argsort(layout.context.chunks())) if layout.context.zigzag else x
 
 

@@ -19,7 +19,7 @@ NORM_EPS = 1e-6  # of the narrow projections, whatever model.norm_eps is: so it 
 
 
 class LatentAttention(Attention):
-    """As `Attention`, with as many key/value heads as query heads."""
+    """Attention with as many key/value heads as query heads, which come of narrow projections."""
 
     @property
     def value_dim(self) -> int:

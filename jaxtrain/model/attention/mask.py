@@ -1,4 +1,4 @@
-"""Who sees whom: causal order, document boundaries, sliding window. One function for every backend."""
+"""Which keys a query sees: causal order, document boundaries, sliding window. One function for every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Where queries or keys are. Backends that skip blocks want them in ascending order."""
+    """Positions of queries or of keys in their rows. Backends that skip blocks want them in ascending order."""
 
     index: jax.Array  # [B, T], [1, T] or [T] int32 places in the row (not positions in the document)
     segments: jax.Array  # [B, T] int32 document numbers; 0 is padding, which sees and is seen by nothing

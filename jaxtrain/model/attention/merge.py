@@ -5,10 +5,26 @@ What a part gives: output [B, T, K, G, H] and log-sum-exp [B, T, K, G] float32, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class Saved(NamedTuple):
+    """What the backward of attention to some keys must know of the attention to all keys.
+
+    Attributes:
+      out: output [B, T, K, G, H].
+      lse: log-sum-exp [B, T, K, G] float32, as `saved_lse` keeps it.
+      sums: `row_sums`.
+      g: the gradient of the output.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    sums: jax.Array
+    g: jax.Array
 
 
 def merge(a: tuple, b: tuple) -> tuple:
@@ -24,31 +40,26 @@ def merge(a: tuple, b: tuple) -> tuple:
 
 
 def saved_lse(lse: jax.Array) -> jax.Array:
-    """As it is kept: +inf for a query that sees nothing, so that the backward's exp(scores - lse) is 0."""
+    """A log-sum-exp as it is kept: +inf for a query that sees nothing, so that the backward's exp(scores - lse) is 0."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)
 
 
-def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention [B, T, K, G, H] and its log-sum-exp with one more key for each head, of score `sinks` [K, G] and value 0.
+def given_lse(lse: jax.Array) -> jax.Array:
+    """A log-sum-exp as `attend` returns it, from the one that is kept."""
+    return jnp.where(lse == jnp.inf, -jnp.inf, lse)
 
-    float32. The backward of attention without sinks, given these, is that of attention with them.
+
+def row_sums(g: jax.Array, g_lse: jax.Array, out: jax.Array) -> jax.Array:
+    """[B, T, K, G] float32, what is subtracted of dP in each row: sums of P * dP, less the gradient of the log-sum-exp.
+
+    Args:
+      g, g_lse: gradients of the output and of the log-sum-exp; out: the output [B, T, K, G, H].
     """
-    total = jnp.logaddexp(lse, sinks)
-    return out * jnp.exp(lse - total)[..., None], total
-
-
-def sinks_gradient(sinks: jax.Array, lse: jax.Array, sums: jax.Array) -> jax.Array:
-    """[K, G] float32, from what `with_sinks` gave and the `row_sums` of that output."""
-    return -jnp.sum(jnp.exp(sinks - lse) * sums, (0, 1))
-
-
-def row_sums(g: jax.Array, out: jax.Array) -> jax.Array:
-    """[B, T, K, G] float32 sums of P * dP, from the gradient of the output and the output [B, T, K, G, H]."""
-    return jnp.einsum("BTKGH,BTKGH->BTKG", g, out, preferred_element_type=jnp.float32)
+    return jnp.einsum("BTKGH,BTKGH->BTKG", g, out, preferred_element_type=jnp.float32) - g_lse
 
 
 def halves(tree: Any) -> tuple[Any, Any]:
-    """Of arrays [B, T, ...] the first and the second half of the positions."""
+    """The first and the second half of the positions of arrays [B, T, ...]."""
     return tuple(jax.tree.map(lambda x, half=half: jnp.split(x, 2, 1)[half], tree) for half in (0, 1))
 
 

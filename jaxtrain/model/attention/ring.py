@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.attention import blockwise, cudnn, reference
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
-from jaxtrain.model.attention.merge import halves, join, merge, row_sums, saved_lse, select, sinks_gradient, with_sinks
+from jaxtrain.model.attention.merge import Saved, given_lse, halves, join, merge, row_sums, saved_lse, select
 from jaxtrain.parallel.collectives import all_to_all, axis_index, permute
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import name
@@ -28,35 +29,41 @@ BACKENDS = {"blockwise": blockwise, "cudnn": cudnn, "reference": reference}
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Static: the layout of rows, the backend that attends to parts of one, its settings, whether later keys are hidden."""
+    """Static: the layout of rows, the backend that attends to parts of one, its settings, whether later keys are hidden.
+
+    with_lse: the log-sum-exp is wanted, so it is exchanged too.
+    """
 
     layout: Layout
     backend: str
     settings: Settings
     causal: bool = True
+    with_lse: bool = False
 
 
-def attend(q, k, v, segments, window, ring: Ring, sinks: jax.Array | None = None) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: jax.Array | int, ring: Ring
+) -> tuple[jax.Array, jax.Array | None]:
     """Attention of this device's queries to the whole row.
 
     Args:
       q [B, T, K, G, H], k and v [B, T, K, H]: of this device's positions, one float dtype.
       segments [B, S] int32: documents of the whole row in the order in which devices hold it; each is in one piece in the row.
-      window: int32 scalar, 0: all. sinks: see `reference.attend`.
+      window: int32 scalar, 0: all.
 
-    Returns: [B, T, K, G, H] in q's dtype.
+    Returns: [B, T, K, G, H] in q's dtype; and the log-sum-exp [B, T, K, G] float32 of `ring.with_lse`, else None.
     """
     layout = ring.layout
     group, shape = layout.context.group, q.shape
     if group == 1:
-        return _attend(q, k, v, segments, window, ring, sinks)
+        out, lse = _attend(q, k, v, segments, window, ring)
+        return out, lse if ring.with_lse else None
     copies = max(group // k.shape[2], 1)  # of each key/value head, where there are fewer than devices
     q = q.reshape(*q.shape[:2], k.shape[2] * copies, -1, q.shape[-1])
-    if sinks is not None:  # those of the heads that this device has after the exchange
-        sinks, own = sinks.reshape(q.shape[2:4]), q.shape[2] // group
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, axis_index(layout, "sequence") % group * own, own, 0)
     q, k, v = (_to_heads(x, layout) for x in (q, *(jnp.repeat(x, copies, 2) for x in (k, v))))
-    return _to_positions(_attend(q, k, v, segments, window, ring, sinks), layout).reshape(shape)
+    out, lse = _attend(q, k, v, segments, window, ring)
+    lse = _to_positions(lse, layout).reshape(shape[:-1]) if ring.with_lse else None
+    return _to_positions(out, layout).reshape(shape), lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -76,11 +83,11 @@ _to_positions.defvjp(lambda x, layout: (_to_positions(x, layout), None), lambda 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, segments, window, ring, sinks):
-    return _forward(q, k, v, segments, window, ring, sinks)[0]
+def _attend(q, k, v, segments, window, ring):
+    return _forward(q, k, v, segments, window, ring)[0]
 
 
-def _forward(q, k, v, segments, window, ring, sinks):
+def _forward(q, k, v, segments, window, ring):
     part, steps, settings = BACKENDS[ring.backend].forward, _Steps(ring, segments, q), ring.settings
     here, held = steps.positions(0), jnp.concatenate([k, v], 2)
     passing = steps.send(held) if steps.count > 1 else None
@@ -103,27 +110,26 @@ def _forward(q, k, v, segments, window, ring, sinks):
         carry = jax.lax.optimization_barrier((done, passing))
         carry, _ = jax.lax.scan(one_step, carry, jnp.arange(1, steps.count - 1))
         done = compute(*carry, steps.count - 1)
-    if sinks is not None:
-        done = with_sinks(*done, sinks)
     out, lse = name((done[0].astype(q.dtype), saved_lse(done[1])), "attention")
-    return out, (q, k, v, segments, window, sinks, out, lse)
+    return (out, given_lse(lse)), (q, k, v, segments, window, out, lse)
 
 
-def _backward(ring, residuals, g):
-    q, k, v, segments, window, sinks, out, lse = residuals
+def _backward(ring, residuals, gradients):
+    (q, k, v, segments, window, out, lse), (g, g_lse) = residuals, gradients
     part, steps, settings = BACKENDS[ring.backend].backward, _Steps(ring, segments, q), ring.settings
-    here, held, saved = steps.positions(0), jnp.concatenate([k, v], 2), (out, lse, row_sums(g, out))
+    here, held = steps.positions(0), jnp.concatenate([k, v], 2)
+    saved = Saved(out, lse, row_sums(g, g_lse, out), g)
     passing = steps.send(held) if steps.count > 1 else None
-    dq, *sums = part(q, k, v, Mask(here, here, window, ring.causal), settings, saved, g)
+    dq, *sums = part(q, k, v, Mask(here, here, window, ring.causal), settings, saved)
     sums = jnp.concatenate(sums, 2)
 
     def compute(dq, held, step):
         def some(queries, keys):
-            (q, at, saved, g), (kv, key_at) = queries, keys
-            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings, saved, g)
+            (q, at, saved), (kv, key_at) = queries, keys
+            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings, saved)
             return dq, jnp.concatenate(sums, 2)
 
-        return steps.add(dq, some, (q, here, saved, g), (held, steps.positions(step)), step)
+        return steps.add(dq, some, (q, here, saved), (held, steps.positions(step)), step)
 
     def one_step(carry, step):
         dq, sums, held = carry
@@ -140,15 +146,14 @@ def _backward(ring, residuals, g):
         dq, mine, sums = jax.lax.optimization_barrier((dq, mine, sums))
         sums = steps.send(sums + mine)  # home
     dk, dv = jnp.split(sums, 2, 2)
-    d_sinks = None if sinks is None else sinks_gradient(sinks, lse, saved[2])
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, d_sinks
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
 class _Steps:
-    """What a device computes in each step of the ring, and whose keys it then has. All arrays are [B, T, ...]."""
+    """The steps of the ring: which device's keys are at hand in each, and what is computed. All arrays are [B, T, ...]."""
 
     def __init__(self, ring: Ring, segments: jax.Array, q: jax.Array):
         layout = ring.layout
@@ -157,23 +162,23 @@ class _Steps:
         self.own = axis_index(layout, "sequence") // self.context.group
 
     def mask(self, queries: Positions, keys: Positions, window: jax.Array | int) -> Mask:
-        """Of a step after the first. Causal order is a matter of whole chunks then: keys are earlier, or are not looked at."""
+        """The mask of a step after the first. Whole chunks are then earlier than the queries, or are not attended to at all."""
         return Mask(queries, keys, window, causal=False)
 
     def send(self, x: jax.Array) -> jax.Array:
-        """To the next device of the ring; what comes is from the one before."""
+        """Sends x to the next device of the ring and returns what the device before has sent."""
         return permute(self.layout, x, "sequence", self.context.group)
 
     def positions(self, step: jax.Array | int) -> Positions:
-        """[B, T] of the device `step` places earlier in the ring."""
+        """Positions [B, T] of the device that is `step` devices earlier in the ring."""
         source = (self.own - step) % self.count
         offsets = jnp.arange(self.length)
         places = self.context.row_positions(source * self.context.group, offsets, self.length // self.context.group)
         segments = jax.lax.dynamic_slice_in_dim(self.segments, source * self.length, self.length, 1)
         return Positions(jnp.broadcast_to(places, segments.shape), segments)
 
-    def merge(self, done, some, queries, keys, step):
-        """(output, log-sum-exp) `done` with those of a step merged in: `some(queries, keys)` of what is not hidden."""
+    def merge(self, done: tuple, some: Callable, queries: tuple, keys: tuple, step: jax.Array | int) -> tuple:
+        """`done`, (output, log-sum-exp), with those of a step merged in. `some(queries, keys)` attends to what is visible."""
         if not self.causal:
             return merge(done, some(queries, keys))
         if not self.context.zigzag:
@@ -185,8 +190,10 @@ class _Steps:
         merged = merge(select(earlier, first, second), either)
         return join(select(earlier, merged, first), select(earlier, second, merged))
 
-    def add(self, dq, some, queries, keys, step):
-        """dq with that of a step added, and the step's gradient of keys: `some(queries, keys)` of what is not hidden."""
+    def add(
+        self, dq: jax.Array, some: Callable, queries: tuple, keys: tuple, step: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array]:
+        """dq with that of a step added, and the step's gradient of keys. `some(queries, keys)`: both for what is visible."""
         if self.causal and self.context.zigzag:
             earlier, pairs = self._pairs(queries, keys, step)
             (dq_late, dq_either), (dkv_early, dkv_either) = map(_rows, some(*pairs))

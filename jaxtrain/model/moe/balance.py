@@ -20,7 +20,7 @@ from jaxtrain.parallel.sharding import TOKEN_AXES, Layout
 
 
 class BatchCounts(NamedTuple):
-    """What a loss over the batch must know of all of it, before its first backward."""
+    """What a loss over the batch must know of the whole batch before the first backward."""
 
     targets: jax.Array  # float32 scalars
     tokens: jax.Array  # without padding
@@ -76,7 +76,7 @@ def figures(routing: RouterSums, config: ml_collections.ConfigDict) -> dict[str,
 
 
 def move_bias(params: Any, counts: jax.Array, finite: jax.Array, rate: float) -> Any:
-    """Weights with the routers' biases [L, E] raised by `rate` where an expert has less than its even share, else lowered.
+    """The weights, with routers' biases [L, E] raised by `rate` where an expert has less than its even share, else lowered.
 
     Args:
       counts: [L, E], layers in the order in which weights are stored.

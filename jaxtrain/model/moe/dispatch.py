@@ -51,7 +51,7 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """Enough for any division of the received rows over this device's experts."""
+        """Number of blocks, enough for any division of the received rows over this device's experts."""
         return self.received // self.block + self.own_experts
 
 
@@ -61,9 +61,9 @@ def sizes(
     """Sizes for `tokens` of this device.
 
     Args:
-      factor: rows of `rounds` rounds, of what a device sends to another when experts are evenly loaded. One device alone sends
-        itself all at once.
-      largest: tokens that an expert takes of them at most (capacity).
+      factor: how many rows fit into `rounds` rounds, as a multiple of what a device sends to another when experts are evenly
+        loaded. One device alone sends itself all rows at once.
+      largest: how many of the tokens an expert takes at most (its capacity).
     """
     ways = layout.size(AXIS)
     own = experts // ways
@@ -90,7 +90,7 @@ class DispatchPlan:
 
 
 def dispatch_plan(experts: jax.Array, s: Sizes) -> DispatchPlan:
-    """Assignments [N, k] (E: nowhere) -> their plan. Devices of `expert` tell each other their counts."""
+    """The plan of assignments [N, k], in which E means nowhere. The devices of `expert` tell each other their counts."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     first = jnp.searchsorted(flat[order], jnp.arange(s.experts + 1), method="compare_all").astype(jnp.int32)
@@ -125,24 +125,20 @@ class Blocks:
 
 
 def round_of(plan: DispatchPlan, number: jax.Array | int, s: Sizes) -> Round:
-    """What is sent in round `number`."""
+    """The round of a number: what this device sends in it."""
     start = number * s.rows
     begin = plan.first[:: s.own_experts]  # [devices + 1]
     at = begin[:-1, None] + start + jnp.arange(s.rows)
-    choice = jnp.where(
-        at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size
-    )
+    choice = jnp.where(at < begin[1:, None], plan.order[jnp.minimum(at, plan.order.size - 1)], plan.order.size)
     position = plan.position - start
     position = jnp.where(
-        (position >= 0) & (position < s.rows) & (plan.position >= 0),
-        plan.device * s.rows + position,
-        s.received,
+        (position >= 0) & (position < s.rows) & (plan.position >= 0), plan.device * s.rows + position, s.received
     )
     return Round(choice.reshape(-1), position)
 
 
 def blocks_of(counts: jax.Array, number: jax.Array | int, s: Sizes) -> Blocks:
-    """What arrives in round `number`, of `counts` as in `DispatchPlan`: from each device its rows for this one, by expert."""
+    """The blocks that arrive in round `number`: from each device its rows for this one, by expert. `counts`: of the plan."""
     start = number * s.rows
     within = start + jnp.arange(s.rows)
     ends = jnp.cumsum(counts, 1)  # [devices, own experts]
@@ -162,16 +158,16 @@ def blocks_of(counts: jax.Array, number: jax.Array | int, s: Sizes) -> Blocks:
 
 
 def rows_of(x: jax.Array, r: Round, s: Sizes, of_token: bool) -> jax.Array:
-    """Of tokens [N, ...] or choices [N k, ...], the rows that are sent in a round: [devices * rows, ...]."""
+    """The rows [devices * rows, ...] that are sent in a round, taken from tokens [N, ...] or from choices [N k, ...]."""
     choice = r.choice // s.per_token if of_token else r.choice
     return x.at[choice].get(mode="fill", fill_value=0)
 
 
 def combine(y: jax.Array, r: Round, s: Sizes) -> jax.Array:
-    """Received rows [devices * rows, ...] back to where they came from: [N, k, ...], zero for choices of other rounds."""
+    """Sends received rows [devices * rows, ...] back to their tokens: [N, k, ...], zero for choices of other rounds."""
     return dispatch(y, s).at[r.position].get(mode="fill", fill_value=0)
 
 
 def dispatch(x: jax.Array, s: Sizes) -> jax.Array:
-    """[devices * rows, ...]: the rows for each device to that device."""
+    """Sends to each device its rows: [devices * rows, ...] -> the rows for this device, of the same shape."""
     return all_to_all(s.layout, x, AXIS, 0, 0)

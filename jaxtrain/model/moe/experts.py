@@ -66,7 +66,7 @@ class Experts(nnx.Module):
         self.model, self.execution = model, execution
 
     def __call__(self, x: jax.Array, assignments: RouterAssignments, row_length: int) -> jax.Array:
-        """[B, T, D] -> [B, T, D]: the weighted sum of what the experts of each token give, of this device's part of F."""
+        """The weighted sum of the outputs of each token's experts, [B, T, D] -> [B, T, D], from this device's part of F."""
         model, execution, (rows, length, width) = self.model, self.execution, x.shape
         largest = rows * min(length, capacity(model, row_length)) if model.capacity_factor else None
         tokens, k = rows * length, model.experts_per_token
@@ -83,7 +83,7 @@ class Experts(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: Weights, plan: DispatchPlan) -> jax.Array:
-    """Tokens [N, D] with the weights of their choices [N, k] -> [N, D]."""
+    """The weighted sums [N, D] of what experts give for tokens x [N, D]; gates [N, k]: weights of the tokens' choices."""
     return _forward(settings, x, gates, weights, plan)[0]
 
 
@@ -142,7 +142,7 @@ def _backward(settings, residuals, dy):
 
 
 def _values(weights: Weights, s: Sizes) -> list[tuple[jax.Array, jax.Array | None]]:
-    """Matrices and biases as products take them."""
+    """The values of matrices and biases."""
     return _on_one_device(jax.tree.map(lambda w: w.value, weights, is_leaf=is_compute_parameter), s)
 
 
@@ -153,7 +153,7 @@ def _on_one_device(values, s):
 
 
 def _in_turn(arriving, work):
-    """[(what arrived, work of it)] of each round: what arrives next is needed when one round's work is done, not before."""
+    """For each round (what arrived, the work done with it). What arrives next is awaited when a round's work is done."""
     done = []
     for number in range(len(arriving)):
         result = work(arriving[number])
@@ -163,7 +163,7 @@ def _in_turn(arriving, work):
 
 
 def _sum_returned(outputs, rounds, s):
-    """Rows of rounds back where they came from, and added: float32 [N, D]. One is needed when the next one's work is done."""
+    """The sum [N, D], float32, of rounds' rows sent back to their tokens; each is awaited when the next one's work is done."""
     returned = None
     for number, (out, r) in enumerate(zip(outputs, rounds, strict=True)):
         back = combine(out, r, s)
@@ -178,7 +178,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Blocks]:
-    """What arrives here in a round: rows [devices * rows, D], the weights of their choices; and the blocks that they make."""
+    """What arrives here in a round: rows [devices * rows, D], the weights of their choices, and the blocks that they form."""
     rows, gates = rows_of(x, r, s, of_token=True), rows_of(gates.reshape(-1), r, s, of_token=False)
     rows, counts = jax.lax.optimization_barrier((rows, counts))  # blocks are made while rows travel
     arrived = named("expert_in", lambda: (dispatch(rows, s), dispatch(gates, s)))
@@ -186,7 +186,7 @@ def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Block
 
 
 def _hidden(settings, weights, arrived) -> list[jax.Array]:
-    """[blocks, block, F] of gate and up, or up alone."""
+    """Hidden activations [blocks, block, F] of gate and up, or of up alone."""
     (rows, _, blocks), (_, _, matmul) = arrived, settings
 
     def one(_, block):
@@ -202,7 +202,7 @@ def _hidden(settings, weights, arrived) -> list[jax.Array]:
 
 
 def _output(settings, weights, arrived, hidden) -> jax.Array:
-    """What experts give for the rows of a round [devices * rows, D]."""
+    """The experts' outputs for the rows of a round, [devices * rows, D]."""
     (rows, gates, blocks), (_, activation, matmul), (down, bias) = arrived, settings, weights[-1]
     hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
 
@@ -219,7 +219,7 @@ def _output(settings, weights, arrived, hidden) -> jax.Array:
 
 
 def _peaks(settings, down, arrived, hidden):
-    """`products.peaks` of the down product: of its inputs [blocks, block, 1], and of its weights [E, D, 1]."""
+    """`matmul_precision.peaks` of the down product: of its inputs [blocks, block, 1] and of its weights [E, D, 1]."""
     (rows, gates, blocks), (s, activation, matmul) = arrived, settings
     if matmul is plain:
         return None, None
@@ -228,7 +228,7 @@ def _peaks(settings, down, arrived, hidden):
 
 
 def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
-    """Of the rows of a round [devices * rows, D], of their choices' weights, and `grads` with those of its weights added."""
+    """Gradients of a round: of its rows [devices * rows, D], of their choices' weights, and `grads` with the experts' added."""
     (_, activation, matmul), (rows, gates, blocks) = settings, arrived
     *into, (down, down_bias) = weights
     hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
@@ -265,7 +265,7 @@ def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
 
 
 def _activated(activation: Activation, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
-    """The input of the down product, in float32: hidden [..., F] of gate and up, or up alone, times the rows' weights [...]."""
+    """The input of the down product, float32: activated hidden [..., F], of gate and up or of up alone, times gates [...]."""
     return activation([x.astype(jnp.float32) for x in hidden]) * gates[..., None]
 
 
@@ -282,5 +282,5 @@ def _take(rows: jax.Array, source: jax.Array) -> jax.Array:
 
 
 def _put(rows: jax.Array, source: jax.Array, new: jax.Array) -> jax.Array:
-    """Rows with those of a block in their places; of empty places, which lie beyond the end, nothing becomes."""
+    """`rows` with a block's rows written to their indices; indices of empty rows lie beyond the end and are dropped."""
     return rows.at[source].set(new, mode="drop", unique_indices=True)

@@ -18,15 +18,9 @@ from jaxtrain.remat.policy import name
 
 
 class Moe(nnx.Module):
-    """sum over the chosen experts of weight * expert(x), and the shared experts, as one MLP, of x."""
+    """The sum over the chosen experts of weight * expert(x), plus the shared experts of x, which are one MLP."""
 
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        model: ml_collections.ConfigDict,
-        execution: Execution,
-        out_stddev: float,
-    ):
+    def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         self.router = Router(rngs, model, execution.layout)
         self.experts = Experts(rngs, model, execution, out_stddev)
         width = model.num_shared_experts * model.expert_mlp_dim
@@ -34,7 +28,7 @@ class Moe(nnx.Module):
         self.layout = execution.layout
 
     def __call__(self, x: jax.Array, segments: jax.Array, index: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """[B, t, D], segments [B, T] and places in the row [T] -> [B, t, D], and the router's sums of this layer."""
+        """[B, t, D], segments [B, T] and positions in the row [T] -> [B, t, D], and the router's sums of this layer."""
         row_length = segments.shape[1] * self.layout.size("sequence")
         assignments, sums = self.router(x, segments, index, row_length)
         y = summed_over_tensor(self.experts(shared_by_tensor(x, self.layout), assignments, row_length), self.layout)

@@ -31,7 +31,7 @@ class RouterSums(NamedTuple):
 
 
 class RouterAssignments(NamedTuple):
-    """Where tokens go: E in place of an expert says nowhere (padding; beyond the capacity)."""
+    """The experts of tokens. E instead of an expert means none: for padding, and beyond an expert's capacity."""
 
     experts: jax.Array  # [B, T, k] int32
     weights: jax.Array  # [B, T, k] float32
@@ -44,7 +44,7 @@ def zero_sums(layers: int, experts: int) -> RouterSums:
 
 
 class Router(nnx.Module):
-    """A [D, E] matrix; perhaps a bias per expert that takes part in the choice alone and is no weight of the loss.
+    """A matrix [D, E]; perhaps a bias of each expert that takes part in the choice alone, so that no gradient reaches it.
 
     `softmax`: over all experts, then the k largest (Mixtral, Qwen3-MoE); renormalized, this is a softmax over the k chosen.
     `sigmoid`: per expert, k by score + bias within the best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
@@ -62,9 +62,9 @@ class Router(nnx.Module):
     def __call__(
         self, x: jax.Array, segments: jax.Array, index: jax.Array, row_length: int
     ) -> tuple[RouterAssignments, RouterSums]:
-        """Activations [B, t, D] and segments [B, T] -> routes of T positions, and the sums of one layer (counts [E]).
+        """Activations [B, t, D] and segments [B, T] -> the assignments of T positions, and the sums of one layer (counts [E]).
 
-        index: [T] places in the row; row_length: positions of a whole row. Only the capacity depends on them.
+        index: [T] positions in the row; row_length: positions of a whole row. Only the capacity depends on them.
         """
         model, layout = self.model, self.layout
         split = layout.sequence_parallel
