@@ -53,7 +53,7 @@ def test_every_row_has_a_title():
 
 
 @needs_plugin
-@pytest.mark.parametrize("offload", [(), ("memory.offload=master,moments",)])
+@pytest.mark.parametrize("offload", [(), pytest.param(("memory.offload=master,moments",), marks=pytest.mark.slow)])
 def test_the_moving_average_has_its_row(offload):
     """Of the compiled step as of the formula, in the device's memory or, with the weights, in the host's."""
     changes = ("model.num_layers=2", "model.embed_dim=512", "model.mlp_dim=1024", "model.num_heads=8", "model.num_kv_heads=8")
