@@ -50,9 +50,9 @@ def main(arguments: Sequence[str]) -> None:
     from jaxtrain.train import conversion  # late: a refused command must not wait for jax
 
     if args.action == "import":
-        conversion.import_folder(pathlib.Path(args.hf), pathlib.Path(args.workdir), overrides, args.narrow)
+        conversion.import_folder(args.hf, pathlib.Path(args.workdir), overrides, args.narrow)
     else:
-        folders = pathlib.Path(args.workdir), pathlib.Path(args.hf)
+        folders = pathlib.Path(args.workdir), args.hf
         conversion.export_run(*folders, overrides, args.step, args.dtype, max_bytes, args.ema)
 
 

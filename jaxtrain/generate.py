@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -16,7 +17,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.runtime import chatter
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxtrain.data.tokenizers import Tokenizer
+    from jaxtrain.train.sampling import Sampling
+    from jaxtrain.train.weights import Model
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +50,7 @@ def generate(
       stop: text at whose first occurrence a continuation ends, which is left out.
       sampling: fields of `jaxtrain.train.sampling.Sampling`.
     """
-    import jax
-    import numpy as np
-
-    from jaxtrain.data.tokenizers import get_tokenizer
-    from jaxtrain.train import weights
-    from jaxtrain.train.sampling import Sampling, sample
+    from jaxtrain.train.sampling import Sampling
 
     how = Sampling(**sampling)
     require_ranges(
@@ -63,47 +63,82 @@ def generate(
         ("--seed", seed, 0, 2**32 - 1),
         ("--step", step or 0, 0, None),
     )
-    path = folder("--workdir", workdir)
-    base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
-    config = weights.config_of(path, base, overrides, text=True)
-    tokenizer = get_tokenizer(config.data)
-    rows = [ids for prompt in prompts for ids in [_ids(prompt, tokenizer, config.data)] * num_samples]
-    limit, longest = config.model.max_len_tokens, max(map(len, rows))
-    if longest + how.max_tokens > limit:
-        wanted = f"{longest} of the prompt + {how.max_tokens}"
-        raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
-    model = weights.open_model(path, base, overrides, step, text=True, ema=ema)
-    ends = {tokenizer.eos_id, *weights.end_ids(path)}
-
-    def text_of(row: np.ndarray) -> tuple[str, bool]:
-        """A continuation, and whether it has ended."""
-        last = next((place for place, id in enumerate(row) if int(id) in ends), None)
-        text = tokenizer.decode(row[:last])
-        cut = min((place for mark in stop if mark and (place := text.find(mark)) >= 0), default=None)
-        return text[:cut], last is not None or cut is not None
-
-    drawn = sample(
-        model.program, model.params, rows, jax.random.key(seed), how, lambda tokens: all(text_of(r)[1] for r in tokens)
-    )
-    speed = f", {drawn.tokens_per_s:,.1f} tokens/s" if drawn.tokens_per_s else ""
-    log.info("%d tokens of prompts, %d drawn in %d rows%s", sum(map(len, rows)), drawn.tokens.size, len(rows), speed)
-    return [text_of(row)[0] for row in drawn.tokens]
+    generator = Generator(workdir, overrides, step, ema)
+    rows = [ids for prompt in prompts for ids in [generator.ids(prompt)] * num_samples]
+    return generator.continuations(rows, how, stop, seed)
 
 
-def _ids(prompt: Any, tokenizer: Tokenizer, data: Any) -> list[int]:
-    if isinstance(prompt, str):
-        ids = list(map(int, tokenizer.encode_batch([prompt])[0]))
-        if data.add_bos or not ids:
-            ids = [tokenizer.bos_id if data.add_bos else tokenizer.eos_id, *ids]  # a document follows either
-        return ids
-    from jaxtrain.data.chat import Unfit
-    from jaxtrain.data.encoding import chat_template
+class Generator:
+    """A model with its tokenizer. Weights are read at first use, when prompts are known to be right.
 
-    try:
-        pieces = chat_template(data, tokenizer).prompt(prompt)
-    except Unfit as error:
-        raise UserError(f"the prompt {json.dumps(prompt)[:200]}: {error}") from error
-    return [int(id) for ids in tokenizer.encode_batch(pieces, special=True) for id in ids]
+    Args:
+      workdir, overrides, step, ema: see `generate`.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike, overrides: Sequence[tuple[str, Any]] = (), step: int | None = None, ema: bool = False
+    ):
+        from jaxtrain.data.remote import is_remote
+        from jaxtrain.data.tokenizers import get_tokenizer
+        from jaxtrain.train import weights
+
+        self.path = workdir if is_remote(os.fspath(workdir)) else folder("--workdir", workdir)
+        base = {"sharding.sequence_parallel": False}  # one position at a time cannot be split
+        self.config = weights.config_of(self.path, base, overrides, text=True)
+        self.tokenizer: Tokenizer = get_tokenizer(self.config.data)
+        self._open = lambda: weights.open_model(self.path, base, overrides, step, text=True, ema=ema)
+        self._ends = {self.tokenizer.eos_id, *weights.end_ids(self.path)}
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The program and its weights."""
+        return self._open()
+
+    @property
+    def start_id(self) -> int:
+        """What stands before a document's first token."""
+        return self.tokenizer.bos_id if self.config.data.add_bos else self.tokenizer.eos_id
+
+    def ids(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt: see `generate`."""
+        if isinstance(prompt, str):
+            ids = list(map(int, self.tokenizer.encode_batch([prompt])[0]))
+            return [self.start_id, *ids] if self.config.data.add_bos or not ids else ids
+        from jaxtrain.data.chat import Unfit
+        from jaxtrain.data.encoding import chat_template
+
+        try:
+            pieces = chat_template(self.config.data, self.tokenizer).prompt(prompt)
+        except Unfit as error:
+            raise UserError(f"the prompt {json.dumps(prompt)[:200]}: {error}") from error
+        return [int(id) for ids in self.tokenizer.encode_batch(pieces, special=True) for id in ids]
+
+    def continuations(self, rows: Sequence[Sequence[int]], how: Sampling, stop: Sequence[str] = (), seed: int = 0) -> list[str]:
+        """The text that follows each row of token ids, up to an end or the first of the texts `stop`.
+
+        Raises ConfigError for rows that are too long.
+        """
+        import jax
+
+        from jaxtrain.train.sampling import sample
+
+        limit, longest = self.config.model.max_len_tokens, max(map(len, rows))
+        if longest + how.max_tokens > limit:
+            wanted = f"{longest} of the prompt + {how.max_tokens}"
+            raise ConfigError([f"--max-tokens: {wanted} exceed model.max_len_tokens={limit}"])
+
+        def text_of(row: np.ndarray) -> tuple[str, bool]:
+            """A continuation, and whether it has ended."""
+            last = next((place for place, id in enumerate(row) if int(id) in self._ends), None)
+            text = self.tokenizer.decode(row[:last])
+            cut = min((place for mark in stop if mark and (place := text.find(mark)) >= 0), default=None)
+            return text[:cut], last is not None or cut is not None
+
+        key = jax.random.key(seed)
+        drawn = sample(self.model.program, self.model.params, rows, key, how, lambda tokens: all(text_of(r)[1] for r in tokens))
+        speed = f", {drawn.tokens_per_s:,.1f} tokens/s" if drawn.tokens_per_s else ""
+        log.info("%d tokens of prompts, %d drawn in %d rows%s", sum(map(len, rows)), drawn.tokens.size, len(rows), speed)
+        return [text_of(row)[0] for row in drawn.tokens]
 
 
 def read_prompts(path: str) -> list[Any]:

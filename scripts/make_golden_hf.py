@@ -2,10 +2,12 @@
 
     python -m pip install torch transformers numpy safetensors
     python scripts/make_golden_hf.py            # rewrites the folders, prints versions and sizes
+    python scripts/make_golden_hf.py gemma3     # those of some names alone
 
 One folder a family: config.json and safetensors by `save_pretrained` (some in several files), and expected.npz with tokens
 [1, 64], logits [1, 64, vocab] in float32 arithmetic of the stored weights, the loss (mean cross-entropy of the next token), 8
-greedy tokens after the first 16, and, of Llama, the losses of 10 steps of AdamW on these tokens.
+greedy tokens after the first 16, and, of Llama, the losses of 10 steps of AdamW on these tokens. gpt_oss_mxfp4 holds quantized
+experts, of random bits; gemma3_images a vision tower beside the text model.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import json
 import pathlib
 import platform
 import shutil
+import sys
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from make_golden import COMMON, MODELS, fill, reference_config
@@ -35,11 +39,26 @@ FOLDERS = {
     "mixtral": ("mixtral", "bfloat16", "1GB"),
     "qwen3_moe": ("qwen3_moe", "bfloat16", "30KB"),
     "deepseek_v3": ("deepseek_v3", "bfloat16", "1GB"),
+    "gemma3": ("gemma3", "bfloat16", "1GB"),
+    "gpt_oss": ("gpt_oss", "bfloat16", "40KB"),
+    "deepseek_v3_yarn": ("deepseek_v3_yarn", "bfloat16", "1GB"),
+    "gpt_oss_mxfp4": ("gpt_oss_mxfp4", "bfloat16", "1GB"),
+    "gemma3_images": ("gemma3_images", "bfloat16", "30KB"),
 }
 OTHERS = {
     "mistral": COMMON | {"sliding_window_tokens": 5},
     "qwen2": COMMON | {"qkv_bias": True},
+    "deepseek_v3_yarn": MODELS["deepseek_v3"],
+    "gpt_oss_mxfp4": MODELS["gpt_oss"] | {"embed_dim": 32, "expert_mlp_dim": 32},
+    "gemma3_images": MODELS["gemma3"],
 }
+# mscale and mscale_all_dim differ, unlike DeepSeek's own, so that each of them shows.
+DEEPSEEK_YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.5,
+    "mscale_all_dim": 2.5, "original_max_position_embeddings": 40,
+}  # fmt: skip
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+LAYERS = {"deepseek_v3": 3, "deepseek_v3_yarn": 3, "gemma3": 4, "gemma3_images": 4}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -47,6 +66,13 @@ def config_of(name: str, model: dict) -> transformers.PretrainedConfig:
     """The transformers config of a tiny model."""
     if name not in OTHERS:
         return reference_config(name, model)
+    if name in ("deepseek_v3_yarn", "gpt_oss_mxfp4"):
+        config = reference_config(name.rpartition("_")[0], model)
+        config.rope_parameters = DEEPSEEK_YARN if name == "deepseek_v3_yarn" else config.rope_parameters
+        return config
+    if name == "gemma3_images":
+        text = reference_config("gemma3", model).to_dict()
+        return transformers.Gemma3Config(text_config=text, vision_config=VISION | {"patch_size": 14}, mm_tokens_per_image=4)
     values = reference_config("qwen3", model).to_dict()
     for key in (
         *("model_type", "architectures", "layer_types", "transformers_version", "attention_bias", "use_sliding_window"),
@@ -74,12 +100,27 @@ def adamw_losses(model: torch.nn.Module, tokens: torch.Tensor) -> list[float]:
     return losses
 
 
+def quantize(folder: pathlib.Path, seed: int) -> None:
+    """Puts random bits of MXFP4 in place of a folder's experts: which bits come of which numbers is not the point."""
+    random, file = np.random.default_rng(seed), folder / "model.safetensors"
+    with safetensors.safe_open(file, "pt") as source:
+        tensors = {key: source.get_tensor(key) for key in source.keys()}
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, into, out = tensors.pop(key).shape
+        bits, powers = (experts, out, into // 32, 16), random.integers(122, 126, (experts, out, into // 32))
+        tensors[f"{key}_blocks"] = torch.from_numpy(random.integers(0, 256, bits).astype(np.uint8))
+        tensors[f"{key}_scales"] = torch.from_numpy(powers.astype(np.uint8))
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": names}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def make(name: str, seed: int) -> None:
     """Writes one folder."""
     kind, dtype, largest = FOLDERS[name]
-    section = (MODELS | OTHERS)[kind] | SMALL
-    if "dense_first_layers" in section:
-        section |= {"num_layers": 3}
+    section = (MODELS | OTHERS)[kind] | SMALL | ({"num_layers": LAYERS[name]} if name in LAYERS else {})
     config = config_of(kind, section)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     fill(model, section.get("norm_unit_offset", False), seed=100 + seed)
@@ -87,10 +128,11 @@ def make(name: str, seed: int) -> None:
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     model.config.eos_token_id = 7
     model.save_pretrained(FOLDER / name, max_shard_size=largest)
+    if name == "gpt_oss_mxfp4":
+        quantize(FOLDER / name, seed)
     # What it computes is asked of what was saved, by a new object.
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER / name, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, attn_implementation="eager", dtype=torch.float32)
+    model = model.float().eval()
     tokens = torch.tensor(np.random.default_rng(13 + seed).integers(0, section["vocab_size"], (1, LENGTH)))
     with torch.no_grad():
         output = model(input_ids=tokens, labels=tokens)
@@ -118,7 +160,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     print(f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
     for seed, name in enumerate(FOLDERS):
-        make(name, seed)
+        if name in sys.argv[1:] or not sys.argv[1:]:
+            make(name, seed)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
+import jax
 import numpy as np
 import pytest
 from hf import GOLDEN, NAMES, expected, load, program_of
@@ -47,7 +49,7 @@ def run(capsys, *arguments):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss_mxfp4"])
 def test_greedy_tokens_equal_transformers(name):
     program = program_of(GOLDEN / name)
     prompt = expected(name)["tokens"][:, :16]
@@ -56,8 +58,6 @@ def test_greedy_tokens_equal_transformers(name):
 
 
 def _key():
-    import jax
-
     return jax.random.key(0)
 
 
@@ -71,7 +71,7 @@ def test_a_batch_of_prompts_from_a_file(capsys, chatty, tmp_path, caplog):
     options = ("--max-tokens=20", "--temperature=0", f"--hf={chatty}")
     with caplog.at_level(logging.INFO):
         together = run(capsys, f"--prompts={prompts}", *options)
-    assert "tokens/s" in caplog.text or "drawn in 2 rows" in caplog.text
+    assert re.search(r"16 tokens of prompts, \d+ drawn in 2 rows", caplog.text)
     alone = [run(capsys, f"--prompt={text}", *options).removesuffix("\n") for text in ("one", "two is longer")]
     assert together == "\n\n".join(alone) + "\n"
     output = tmp_path / "out.jsonl"
@@ -80,6 +80,35 @@ def test_a_batch_of_prompts_from_a_file(capsys, chatty, tmp_path, caplog):
     run(capsys, f"--prompts={lines}", f"--output={output}", *options)
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert "one" + found[0]["text"] == alone[0] and found[1]["prompt"] == [{"role": "user", "content": "x"}]
+
+
+def test_every_flag_reaches_the_draw(capsys, chatty, monkeypatch):
+    """What the command is told is what is drawn with; what each of these does is tested with the draw itself."""
+    from jaxtrain.train import sampling
+
+    seen = []
+
+    def recorded(program, params, rows, key, how, ended):
+        seen.append((rows, int(jax.random.key_data(key)[-1]), how, program.layout.size("tensor")))
+        return sampling.Drawn(np.full((len(rows), how.max_tokens), 97, np.int32), 12.5)
+
+    monkeypatch.setattr(sampling, "sample", recorded)
+    flags = ("--max-tokens=7", "--temperature=0.5", "--top-k=9", "--top-p=0.75", "--min-p=0.125", "--seed=11", "--tensor=2")
+    out = run(capsys, f"--hf={chatty}", "--prompt=hi", *flags, "--num-samples=2", "--chat", "--system=be kind", "--stop=aaaaa")
+    [(rows, seed, how, tensor)] = seen
+    assert how == Sampling(7, temperature=0.5, top_k=9, top_p=0.75, min_p=0.125) and (seed, tensor) == (11, 2)
+    assert len(rows) == 2 and rows[0] == rows[1] and bytes(id for id in rows[0] if id < 256).count(b"be kind") == 1
+    assert out == "\n\n\n"  # each stopped at its first text
+
+
+def test_over_tensor_and_how_fast(capsys, chatty, caplog):
+    """The same text from two devices; the speed is that of chunks after the first, which compiles."""
+    options = (f"--hf={chatty}", "--prompt=abc", "--max-tokens=40", "--temperature=0.7", "--seed=5")
+    with caplog.at_level(logging.INFO):
+        one = run(capsys, *options)
+    rate = re.search(r"3 tokens of prompts, 40 drawn in 1 rows, ([\d,.]+) tokens/s", caplog.text)
+    assert float(rate[1].replace(",", "")) > 0
+    assert run(capsys, *options, "--tensor=2") == one
 
 
 def test_stop_strings_and_end_tokens(chatty):

@@ -31,6 +31,8 @@ MESHES = {
     "deepseek_v3": ({"expert": 2, "tensor": 2},),
     "gpt2": ({"fsdp": 8},),
     "gemma2": ({"sequence": 2, "fsdp": 4},),
+    "gemma3": ({"pipeline": 2, "tensor": 2, "data": 2},),
+    "gpt_oss": ({"expert": 2, "tensor": 2, "fsdp": 2}, {"fsdp": 8}),
 }
 
 
@@ -70,7 +72,8 @@ def edit_config(folder, **changes):
 def tensors_of(folder):
     """Name: (dtype, array) of a folder, by this program's own reader."""
     entries = {name: e for header in tensor_files.open_folder(folder).values() for name, e in header.entries.items()}
-    return {name: (entry.dtype, np.array(tensor_files.read(entry))) for name, entry in entries.items()}
+    bits = np.dtype(np.uint8)
+    return {name: (e.dtype, np.array(tensor_files.read(e, bits if e.dtype == "U8" else None))) for name, e in entries.items()}
 
 
 def write(path, tensors):
@@ -130,6 +133,32 @@ def test_more_or_fewer_layers_are_refused_by_name(tmp_path):
     assert "model.layers.2." in refused(tmp_path)
     edit_config(tmp_path, num_hidden_layers=1)
     assert "model.layers.1.input_layernorm.weight [24]: the model has no such tensor" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"intermediate_size": 48}, "up_proj.weight: [40, 24] in the folder, [48, 24] by config.json"),
+        ({"vocab_size": 300}, "model.embed_tokens.weight: [259, 24] in the folder, [300, 24] by config.json"),
+        ({"head_dim": 12}, "q_proj.weight: [32, 24] in the folder, [48, 24] by config.json"),
+        ({"num_key_value_heads": 4}, "k_proj.weight: [16, 24] in the folder, [32, 24] by config.json"),
+        ({"attention_bias": True}, "q_proj.bias [32]: is missing"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+    ],
+)
+def test_config_that_contradicts_the_tensors(change, message, tmp_path):
+    edit_config(copy(tmp_path, "llama"), **change)
+    assert message in refused(tmp_path)
+
+
+def test_untied_head_of_a_family_with_a_prefix(tmp_path):
+    """GPT-2's head, where it has one of its own, stands outside of what "transformer." names."""
+    name = next(n for n in tensors_of(GOLDEN / "gpt2") if n.endswith("wte.weight"))
+    edit_config(copy(tmp_path, "gpt2"), tie_word_embeddings=False)
+    assert "lm_head.weight [259, 24]: is missing" in refused(tmp_path)
+    folder = rewritten(tmp_path, lambda tensors: tensors.update({"lm_head.weight": (tensors[name][0], tensors[name][1] + 1)}))
+    params = host(load(program_of(folder), folder))
+    np.testing.assert_array_equal(params["head"]["kernel"][:, :259], params["embedder"]["table"][:259].T + 1)
 
 
 def test_tied_models(tmp_path):  # C19

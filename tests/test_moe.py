@@ -14,7 +14,7 @@ from jaxtrain.model.execution import Execution
 from jaxtrain.model.moe import balance
 from jaxtrain.model.moe import dispatch as exchange
 from jaxtrain.model.moe.layer import Moe
-from jaxtrain.model.moe.router import Router, capacity, choose
+from jaxtrain.model.moe.router import Router, RouterSums, capacity, choose
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.parameters import ComputeParameter
 from jaxtrain.parallel.sharding import make_layout
@@ -250,7 +250,7 @@ def test_balancing_loss_within_rows():
 def test_figures():
     """Of a table made by hand: two layers, four experts, one token in eight dropped."""
     c = small(model__num_experts=4)
-    sums = balance.Routing(
+    sums = RouterSums(
         counts=jnp.asarray([[4.0, 4, 4, 4], [16.0, 0, 0, 0]]),
         probabilities=jnp.asarray([[2.0, 2, 2, 2], [8.0, 0, 0, 0]]),
         within_rows=jnp.zeros(()),

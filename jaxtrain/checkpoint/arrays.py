@@ -6,7 +6,9 @@ parameters, their moving average, and the rest of the state. Which step to take,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import logging
 import os
 import pathlib
@@ -70,6 +72,56 @@ def read(folder: pathlib.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
         prefix = "" if item == "training" else f"{item}/"
         restored |= {f"{prefix}{name}": leaf for name, leaf in named_leaves(tree).items()}
     return restored
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array of a checkpoint that is read part by part."""
+
+    array: Any  # tensorstore.TensorStore
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return tuple(self.array.shape)
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part, of which the store reads no more than its bytes if they follow each other in each piece that was saved: an
+        array is saved in as large pieces as devices had, and the store itself reads these whole."""
+        facts = self.array.spec().to_json()["metadata"]
+        plain = facts["compressor"] is None and facts["filters"] is None and facts["order"] == "C"
+        size, dtype, found = tuple(facts["chunks"]), self.array.dtype.numpy_dtype, []
+        cells = [range(i.start // n, -(-i.stop // n)) for i, n in zip(index, size, strict=True)]
+        for cell in itertools.product(*cells) if plain else ():
+            within = [(max(i.start - c * n, 0), min(i.stop - c * n, n)) for i, c, n in zip(index, cell, size, strict=True)]
+            first_range = next((d for d, (start, stop) in enumerate(within) if stop - start != 1), len(size))
+            if any((0, n) != ends for ends, n in zip(within[first_range + 1 :], size[first_range + 1 :], strict=True)):
+                return self.array[index].read().result()
+            begin, end = (int(np.ravel_multi_index(at, size)) for at in zip(*((a, b - 1) for a, b in within), strict=True))
+            span = slice(begin * dtype.itemsize, (end + 1) * dtype.itemsize)
+            key = facts["dimension_separator"].join(map(str, cell)) or "0"
+            found.append((cell, within, self.array.kvstore.read(key, byte_range=span)))
+        if not plain:
+            return self.array[index].read().result()
+        values = np.empty([i.stop - i.start for i in index], dtype)
+        for cell, within, future in found:
+            corner = [c * n - i.start for c, n, i in zip(cell, size, index, strict=True)]
+            there = tuple(slice(at + start, at + stop) for at, (start, stop) in zip(corner, within, strict=True))
+            values[there] = np.frombuffer(future.result().value, dtype).reshape([stop - start for start, stop in within])
+        return values
+
+
+def opened(folder: pathlib.Path, leaves: dict[str, Any]) -> dict[str, Stored]:
+    """Arrays by leaf name, nothing of them read yet; see `read`."""
+    import tensorstore
+
+    found = {}
+    for name in leaves:
+        item = files.item_of(name)
+        base = {"driver": "file", "path": f"{folder / item}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": name.removeprefix(f"{item}/").replace("/", ".")}
+        found[name] = Stored(tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result())
+    return found
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -314,6 +314,7 @@ def restore_params(
     abstract_params: Any,
     step: int | None = None,
     read: bool = True,
+    reader: Callable = arrays.read,
     ema: bool = False,
     problems: Callable[[dict, list[str]], list[str]] = Wanted.problems,
 ) -> tuple[Any, dict, int]:
@@ -324,6 +325,7 @@ def restore_params(
       abstract_params: pytree of ShapeDtypeStruct with shardings (or of arrays).
       step: which checkpoint; None: the newest whole one, passing over damaged ones with a warning.
       read: False only looks, as far as that goes without reading array data, and returns None for params.
+      reader: `arrays.opened` gives `Stored` arrays, to be read part by part, in place of arrays.
       ema: the moving average of those that have one, which are those that were trained.
       problems: see `Wanted`.
 
@@ -350,7 +352,7 @@ def restore_params(
     if jax.process_index() == 0:
         for candidate, reason in damaged.items():
             _log.warning("%s is damaged (%s): using step %d instead", root / str(candidate), reason, chosen)
-    restored = arrays.read(root / str(chosen), {stored[name]: leaf for name, leaf in leaves.items()})
+    restored = reader(root / str(chosen), {stored[name]: leaf for name, leaf in leaves.items()})
     params = jax.tree.unflatten(jax.tree.structure(abstract_params), [restored[stored[name]] for name in leaves])
     return params, record["facts"], chosen
 

@@ -32,7 +32,7 @@ class LossSums(NamedTuple):
     objective: jax.Array  # what is minimized: smoothed cross-entropy + z_loss * log(Z)^2
     cross_entropy: jax.Array  # plain negative log-likelihood in nats; carries no gradient
     targets: jax.Array  # how many
-    routing: Any = ()  # `router.Routing` of mixtures of experts
+    routing: Any = ()  # `router.RouterSums` of mixtures of experts
     sources: Any = ()  # [sources, 2] cross-entropy and targets of each, where data come from several
 
 

@@ -7,14 +7,15 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint.hf import carried, reading, writing
-from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint import arrays
+from jaxtrain.checkpoint.hf import carried, reading, remote, writing
+from jaxtrain.checkpoint.manager import Checkpointer, restore_params
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.observe.progress import setup_logging
+from jaxtrain.runtime import control
 from jaxtrain.train import weights
 from jaxtrain.train.program import LAYER_ORDER
 
@@ -22,35 +23,37 @@ log = logging.getLogger(__name__)
 Overrides = Sequence[tuple[str, str]]
 
 
-def import_folder(hf: pathlib.Path, workdir: pathlib.Path, overrides: Overrides, narrow: bool) -> None:
+def import_folder(hf: str, workdir: pathlib.Path, overrides: Overrides, narrow: bool) -> None:
     """Makes a run's folder: config.json, the weights as the checkpoint of step 0, and what `carried` keeps.
 
     Raises ConfigError or UserError for a folder that cannot be read, or a workdir that has a run already.
     """
-    if not reading.is_folder(hf):
+    folder = remote.local(hf)
+    if not reading.is_folder(folder):
         raise ConfigError([f"--hf={hf}: is no Hugging Face folder (a config.json with architectures or model_type)"])
     setup_logging()
     model = weights.open_model(hf, {"mesh.fsdp": -1}, overrides, narrow=narrow)
     setup_logging(jax.process_index())
     program = model.program
     held = [name for name in ("config.json", "checkpoints") if (workdir / name).exists()]
-    if problem := gather(f"--workdir={workdir}: holds a run already ({held[0]}); choose another folder" if held else "")[0]:
+    problem = f"--workdir={workdir}: holds a run already ({held[0]}); choose another folder" if held else ""
+    if problem := control.gather(problem)[0]:
         raise UserError(problem)
     with Checkpointer(workdir, save_every_steps=1) as checkpointer:
         checkpointer.save(0, {"params": model.params}, {LAYER_ORDER: program.layer_order})
     if jax.process_index() == 0:
-        carried.keep(reading.open_source(hf), workdir)
+        carried.keep(reading.open_source(folder), workdir)
         config = program.config.copy_and_resolve_references().unlock()
-        if config.data.tokenizer == str(hf):
+        if config.data.tokenizer == hf:
             config.data.tokenizer = str((workdir / carried.FOLDER).absolute())
         configs.save(config, workdir / "config.json")
-    gather("")
+    control.meet()
     log.info("Wrote %s: the weights of %s as step 0; --config.checkpoint.init_from=%s trains from them", workdir, hf, workdir)
 
 
 def export_run(
     workdir: pathlib.Path,
-    hf: pathlib.Path,
+    hf: str,
     overrides: Overrides,
     step: int | None,
     dtype: str,
@@ -65,25 +68,15 @@ def export_run(
     setup_logging()
     if reading.is_folder(workdir):
         raise ConfigError([f"--workdir={workdir}: is a Hugging Face folder already; give the folder of a run"])
-    model = weights.open_model(workdir, {"mesh.fsdp": -1}, overrides, step, ema=ema)
+    program = weights.open_program(weights.config_of(workdir, {"mesh.fsdp": -1}, overrides))
     setup_logging(jax.process_index())
-    program = model.program
-    prepared = writing.prepare(model.params, program.model, program.layout, workdir, dtype, max_bytes)
-    writing.write(prepared, hf, workdir, gather)
-    size, kind = sum(path.stat().st_size for path in hf.glob("*.safetensors")), prepared.config["architectures"][0]
+    params, facts, step = restore_params(workdir, program.abstract_state.params, step, reader=arrays.opened, ema=ema)
+    leaves, count = arrays.named_leaves(params), program.model.num_layers - program.model.dense_first_layers
+    order = facts.get(LAYER_ORDER) or range(count)
+    prepared = writing.prepare(leaves, program.model, order, workdir, dtype, max_bytes)
+    writing.write(prepared, hf, workdir)
+    size, kind = sum(file.bytes for file in prepared.files), prepared.config["architectures"][0]
     what = f"{kind}, {prepared.config['dtype']}, {size / 1e9:.2f} GB in {len(prepared.files)} files"
-    log.info("Wrote %s: step %d%s as %s", hf, model.step, " (moving average)" if ema else "", what)
+    log.info("Wrote %s: step %d%s as %s", hf, step, " (moving average)" if ema else "", what)
     if not dtype and prepared.narrower:
         log.info("Its weights came in %s, which would round them now; --dtype=%s halves the size", *[prepared.narrower] * 2)
-
-
-def gather(text: str) -> list[str]:
-    """Every process's text, in order of process, on every process; also a barrier."""
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils
-
-    row = np.zeros(1 << 14, np.uint8)
-    data = np.frombuffer(text.encode()[: row.size], np.uint8)
-    row[: data.size] = data
-    return [bytes(found).rstrip(b"\0").decode(errors="replace") for found in multihost_utils.process_allgather(row)]

@@ -38,7 +38,7 @@ from jaxtrain.runtime import control, joining, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
-from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric
+from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, with_ema
 
@@ -169,6 +169,8 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
+                    if last and save_now and not stop.stopped():  # no step follows to say it
+                        self.keeper.judge(step, sound(state.params))
                     if (save_now or best) and not stop.stopped():
                         self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():

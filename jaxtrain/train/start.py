@@ -22,6 +22,7 @@ from jaxtrain import config as configs
 from jaxtrain.checkpoint import remote
 from jaxtrain.checkpoint.choice import on_first
 from jaxtrain.checkpoint.hf import carried, reading
+from jaxtrain.checkpoint.hf import remote as hf_remote
 from jaxtrain.checkpoint.manager import Checkpointer, Wanted, restore_params
 from jaxtrain.checkpoint.remote import FOLDER
 from jaxtrain.config import setting
@@ -85,10 +86,12 @@ class Start:
         return state, step
 
     def _source(self) -> str:
-        """checkpoint.init_from; of a URL the copy of one step that is made in WORKDIR/init_from."""
+        """checkpoint.init_from; of a URL what stands for a Hugging Face folder, or the copy of a step in WORKDIR/init_from."""
         source, folder = self._config.checkpoint.init_from, self._workdir / "init_from"
         if not remote.is_remote(source):
             return source
+        if reading.is_folder(stands_for := hf_remote.local(source)):
+            return str(stands_for)
         on_first(lambda: "" if (folder / FOLDER).is_dir() else remote.fetch_one(source, folder))
         return str(folder)
 

@@ -12,7 +12,7 @@ import jax
 import ml_collections
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint.hf import carried, config_json, reading
+from jaxtrain.checkpoint.hf import carried, config_json, reading, remote
 from jaxtrain.checkpoint.manager import restore_params
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import problems
@@ -52,11 +52,11 @@ def config_of(
     Raises:
       ConfigError: it is refused. UserError: the folder is neither.
     """
-    path, overrides = pathlib.Path(folder), list(overrides)
+    path, overrides = remote.local(folder), list(overrides)
     if reading.is_folder(path):
         config = configs.default_config().unlock()
         config.model.update(config_json.model_section(config_json.read(path), f"{path}/{config_json.NAME}")[1])
-        config.data.update(config_json.data_settings(path))
+        config.data.update(config_json.data_settings(path, str(folder)))
         config.data.seq_len_tokens = min(config.data.seq_len_tokens, config.model.max_len_tokens)
     elif (path / "config.json").is_file():
         saved = configs.read(path / "config.json")
@@ -97,18 +97,10 @@ def open_model(
       text: see `config_of`.
       ema: the moving average of a run's weights.
     """
-    path = pathlib.Path(folder)
+    path = remote.local(folder)
     if ema and reading.is_folder(path):
         raise UserError(f"{folder}: is a Hugging Face folder, which has no moving average of weights beside them")
-    config = config_of(path, base or {}, overrides, text)
-    startup.initialize(config)
-    count = 1
-    for size in config.mesh.to_dict().values():
-        count *= size
-    devices = jax.devices() if jax.process_count() > 1 or count < 0 else jax.devices()[:count]
-    if count > len(devices):
-        raise UserError(f"mesh: {count} devices are asked for, there are {len(devices)}")
-    program = build_program(config, mesh.build(config, devices))
+    program = open_program(config_of(folder, base or {}, overrides, text))
     if reading.is_folder(path):
         if step is not None:
             raise UserError(f"{folder}: is a Hugging Face folder, which has no step {step}")
@@ -119,9 +111,21 @@ def open_model(
     return Model(program, program.in_own_order(params, facts.get(LAYER_ORDER)), step, path)
 
 
+def open_program(config: ml_collections.ConfigDict) -> Program:
+    """The program of a config on the devices that its mesh takes: this process's first, or all of all processes."""
+    startup.initialize(config)
+    count = 1
+    for size in config.mesh.to_dict().values():
+        count *= size
+    devices = jax.devices() if jax.process_count() > 1 or count < 0 else jax.devices()[:count]
+    if count > len(devices):
+        raise UserError(f"mesh: {count} devices are asked for, there are {len(devices)}")
+    return build_program(config, mesh.build(config, devices))
+
+
 def end_ids(folder: str | pathlib.Path) -> list[int]:
     """Ids on which generation stops beside the tokenizer's own, by generation_config.json of a folder or kept by a run."""
-    path = pathlib.Path(folder)
+    path = remote.local(folder)
     path = path if reading.is_folder(path) else path / carried.FOLDER
     for name in ("generation_config.json", config_json.NAME):
         try:

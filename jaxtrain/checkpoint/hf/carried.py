@@ -1,7 +1,7 @@
 """WORKDIR/hf: what a run keeps of the Hugging Face folder its weights came from, for the folder that is made of them later.
 
 config.json, generation_config.json, tokenizer files, chat templates    as they were
-tensors.json    which file had which tensors, in what order and dtype; the index
+tensors.json    which file had which tensors, in what order and dtype; the index; whether files are written alike
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from jaxtrain.checkpoint.hf import config_json
+from jaxtrain.checkpoint.hf import config_json, mxfp4
 from jaxtrain.checkpoint.hf.reading import Source, is_folder, open_source
 from jaxtrain.checkpoint.hf.tensor_files import INDEX
 from jaxtrain.errors import UserError
@@ -27,15 +27,9 @@ PATTERNS = (
 def keep(source: Source, workdir: str | pathlib.Path) -> None:
     """Writes WORKDIR/hf; process 0 alone calls it. Raises UserError when it cannot."""
     target = pathlib.Path(workdir) / FOLDER
-    files = {
-        file: {
-            "metadata": header.metadata,
-            "tensors": [[name, entry.dtype, list(entry.shape)] for name, entry in header.entries.items()],
-        }
-        for file, header in source.headers.items()
-    }
     index = source.folder / INDEX
-    found = {"files": files, "index": index.read_text() if index.is_file() else None}
+    text = index.read_text() if index.is_file() else None
+    found = {"files": _files(source), "index": text, "written_alike": not source.is_other}
     try:
         target.mkdir(parents=True, exist_ok=True)
         copy(source.folder, target)
@@ -43,6 +37,22 @@ def keep(source: Source, workdir: str | pathlib.Path) -> None:
         (target / TENSORS).write_text(json.dumps(found))
     except OSError as error:
         raise UserError(f"{target}: cannot be written: {error.strerror}") from error
+
+
+def _files(source: Source) -> dict[str, dict]:
+    """The tensors of each file; of a folder that is not written as it is, those that are written, as if in one file."""
+    if not source.is_other:
+        return {
+            file: {"metadata": header.metadata, "tensors": [[n, e.dtype, list(e.shape)] for n, e in header.entries.items()]}
+            for file, header in source.headers.items()
+        }
+    tensors = []
+    for name, entry in source.entries.items():
+        dtype, shape = entry.dtype, list(entry.shape)
+        if dtype == mxfp4.DTYPE:  # bfloat16 holds it exactly; unquantized, the last two dimensions lie the other way
+            dtype, shape = "BF16", [*shape[:-2], shape[-1], shape[-2]]
+        tensors.append([name.removeprefix(source.prefix), dtype, shape])
+    return {"": {"metadata": {}, "tensors": tensors}}
 
 
 def take_over(source: pathlib.Path, workdir: pathlib.Path) -> None:

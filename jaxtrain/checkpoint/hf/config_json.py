@@ -7,7 +7,9 @@ implementation gives it, but sizes must be there.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +18,15 @@ import ml_collections
 from jaxtrain.checkpoint.hf.families import FAMILIES
 from jaxtrain.checkpoint.hf.family import REQUIRED, Family
 from jaxtrain.checkpoint.hf.rope import KEYS as ROPE_KEYS
-from jaxtrain.checkpoint.hf.rope import read_rope, write_rope
-from jaxtrain.checkpoint.hf.windows import PATTERNS, read_windows, write_windows
+from jaxtrain.checkpoint.hf.rope import read_rope, rope_of, spelled, write_rope, yarn_factor
+from jaxtrain.checkpoint.hf.windows import PATTERNS, period, read_windows, write_windows
 from jaxtrain.config import ConfigError
 from jaxtrain.config.settings import SETTINGS
+from jaxtrain.model.layer_spec import LOCAL, pattern
 
 NAME = "config.json"
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+PART = "_part"  # a key of our own: the folder holds more than this model, which is written without it
 # Of any family: what they change is not the function of the model (identifiers, generation, how it is run or was trained).
 HARMLESS = frozenset(
     "architectures model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id "
@@ -42,10 +46,15 @@ FREE = frozenset(
 MEANING = (
     ("q_lora_rank kv_lora_rank qk_rope_head_dim v_head_dim", lambda m: m["attention"] == "mla"),
     ("rope_theta rope_scaling", lambda m: m["position"] == "rope"),
+    ("rope_scaling_factor", lambda m: m["position"] == "rope" and m["rope_scaling"] != "none"),
+    ("rope_original_len_tokens", lambda m: m["position"] == "rope" and m["rope_scaling"] in ("llama3", "yarn")),
+    ("rope_low_freq_factor rope_high_freq_factor", lambda m: m["position"] == "rope" and m["rope_scaling"] == "llama3"),
     (
-        "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_len_tokens",
-        lambda m: m["position"] == "rope" and m["rope_scaling"] == "llama3",
+        "rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor",
+        lambda m: m["position"] == "rope" and m["rope_scaling"] == "yarn",
     ),
+    ("rope_local_theta sliding_window_tokens", lambda m: LOCAL in m["layer_pattern"]),
+    ("swiglu_limit", lambda m: m["mlp"] == "swiglu_clamped"),
     (
         "experts_per_token expert_mlp_dim num_shared_experts dense_first_layers router router_renormalize router_scale "
         "router_groups router_top_groups router_bias capacity_factor",
@@ -68,7 +77,20 @@ def read(folder: str | pathlib.Path) -> dict:
         raise ConfigError([f"{path}: cannot be read as JSON: {error}"]) from error
     if not isinstance(found, dict):
         raise ConfigError([f"{path}: holds a {type(found).__name__}, not an object with keys"])
-    return found
+    return text_part(found, str(path))
+
+
+def text_part(config: dict, where: str) -> dict:
+    """config.json of the text model that a model of text and images is made around; of others, as it is."""
+    family = next((f for f in FAMILIES.values() if f.part_of and config.get("architectures") == [f.part_of]), None)
+    if family is None:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", family.model_type) != family.model_type:
+        raise ConfigError([f"{where}: {family.part_of} without the text_config of a {family.model_type}"])
+    outer = {key: value for key, value in config.items() if key in HARMLESS or key == "tie_word_embeddings"}
+    names = {"architectures": [family.architecture], "model_type": family.model_type, PART: True}
+    return text | outer | names | {key: config[key] for key in QUANTIZATION if key in config}
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -98,12 +120,12 @@ def model_section(config: Mapping[str, Any], where: str = NAME) -> tuple[Family,
     """
     family = family_of(config, where)
     for key in QUANTIZATION:
-        if config.get(key):
+        if config.get(key) and not is_packed(config, family):
             method = config[key].get("quant_method", "unnamed") if isinstance(config[key], Mapping) else config[key]
             raise ConfigError([f"{where}: {key}: quantized weights ({method}) cannot be read; use an unquantized folder"])
     model, problems = _read_keys(config, family)
     only = ONLY | dict(family.only)
-    known = {*HARMLESS, *only, *family.harmless}
+    known = {*HARMLESS, *only, *family.harmless, *QUANTIZATION}
     known |= {name for key in family.keys for name in (key.theirs, key.alias)}
     known |= {*(ROPE_KEYS if family.rope_theta else ()), *(PATTERNS[family.windows][0] if family.windows else ())}
     for key, allowed in only.items():
@@ -119,16 +141,24 @@ def model_section(config: Mapping[str, Any], where: str = NAME) -> tuple[Family,
         try:
             model |= {**family.fixed} | family.derive(dict(config))
             if family.rope_theta:
-                found, wrong = read_rope(dict(config), family.rope_theta)
+                found, wrong = read_rope(dict(config), family, model)
                 model, problems = model | found, problems + wrong
             if family.windows:
                 found, wrong = read_windows(dict(config), family.windows, model["num_layers"])
                 model, problems = model | found, problems + wrong
+            if not model.get("sliding_window_tokens"):
+                model.pop("rope_local_theta", None)  # no layer is local
         except (TypeError, KeyError, AttributeError) as error:
             problems.append(f"values of the wrong type: {error}")
     if problems:
         raise ConfigError([f"{where}: {problem}" for problem in problems])
     return family, model
+
+
+def is_packed(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the tensors of `family.packed` lie quantized in a way that is read."""
+    found = config.get("quantization_config")
+    return bool(family.packed) and isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
 
 
 def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +177,11 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
         found = _write_keys(model, family)
         differences[family] = _differences(model, family, found) if found else ["a setting for which it has no word"]
         if not differences[family]:
-            kept = {key: value for key, value in carried.items() if value is not None and key not in ROPE_KEYS}
-            if carried and settings_that_count(model_section(carried)[1]) != settings_that_count(model.to_dict()):
+            dropped = {*ROPE_KEYS, *QUANTIZATION, PART}
+            kept = {key: value for key, value in carried.items() if value is not None and key not in dropped}
+            if carried and not differing(model_section(carried)[1], model.to_dict()):
+                found |= write_rope(spelled(carried, family)[0]) if family.rope_theta else {}
+            elif carried:
                 harmless = HARMLESS | set(family.harmless)
                 kept = {key: value for key, value in kept.items() if key in harmless or key.startswith("_")}
             names = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -162,8 +195,11 @@ def to_json(model: ml_collections.ConfigDict, dtype: str, carried: Mapping[str, 
     )
 
 
-def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
-    """Settings of the data section that a folder determines: its tokenizer, and whether documents begin with BOS."""
+def data_settings(folder: str | pathlib.Path, name: str = "") -> dict[str, Any]:
+    """Settings of the data section that a folder determines: its tokenizer, and whether documents begin with BOS.
+
+    `name`: by which the tokenizer is found later, if not by the folder's.
+    """
     path = pathlib.Path(folder)
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return {}
@@ -179,14 +215,36 @@ def data_settings(folder: str | pathlib.Path) -> dict[str, Any]:
     bos = bos["content"] if isinstance(bos, dict) else bos
     steps = [rules, *rules.get("processors", ())]
     first = [step["single"][0].get("SpecialToken", {}).get("id") for step in steps if step.get("single")]
-    return {"tokenizer": str(folder), "add_bos": bool(bos and facts.get("add_bos_token", bos in first))}
+    return {"tokenizer": name or str(folder), "add_bos": bool(bos and facts.get("add_bos_token", bos in first))}
 
 
 def settings_that_count(model: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model section, in which defaults may be left out, what determines its function and the shapes of its weights."""
     model = {key: setting.default for key, setting in SETTINGS["model"].items()} | dict(model)
+    model |= {"layer_pattern": period(_kinds(model)), "global_attention_every": 0}
+    model["attention_scale"] = model["attention_scale"] or model["head_dim"] ** -0.5
+    model["rope_attention_factor"] = model["rope_attention_factor"] or yarn_factor(model["rope_scaling_factor"])
     idle = {key for keys, holds in MEANING if not holds(model) for key in keys.split()} | FREE
     return {key: value for key, value in model.items() if key not in idle}
+
+
+def _kinds(model: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer."""
+    kinds = pattern(types.SimpleNamespace(**model))
+    return [kinds[number % len(kinds)] for number in range(model["num_layers"])]
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings by which two model sections are different models, with both values."""
+    one, other = settings_that_count(one), settings_that_count(other)
+    return {key: (one[key], other[key]) for key in sorted(one.keys() & other.keys()) if not _alike(one[key], other[key])}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether values are the same but for the rounding of what they follow from."""
+    if isinstance(a, float) and isinstance(b, float | int):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return a == b
 
 
 def _read_keys(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -221,7 +279,7 @@ def _write_keys(model: ml_collections.ConfigDict, family: Family) -> dict[str, A
     try:
         names = [(name, key) for key in family.keys for name in (key.theirs, key.alias) if name]
         found = {name: key.write(model[key.settings[0]]) for name, key in names} | family.underive(model)
-        found |= write_rope(model) if family.rope_theta else {}
+        found |= write_rope(rope_of(model, family)) if family.rope_theta else {}
         return found | (write_windows(model, family.windows) if family.windows else {})
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return {}
@@ -231,8 +289,7 @@ def _differences(model: ml_collections.ConfigDict, family: Family, found: dict[s
     """Settings that would be read back with another value."""
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     try:
-        theirs = settings_that_count(model_section(names | found)[1])
+        theirs = model_section(names | found)[1]
     except ConfigError as error:
         return error.problems
-    ours = settings_that_count(model.to_dict())
-    return [f"model.{key}={value!r} ({theirs.get(key)!r} there)" for key, value in ours.items() if theirs.get(key) != value]
+    return [f"model.{key}={ours!r} ({value!r} there)" for key, (ours, value) in differing(model.to_dict(), theirs).items()]

@@ -92,12 +92,17 @@ class Family:
       derive: config.json -> settings that follow from several keys; `underive`: model section -> those keys.
       only: keys that have no setting, with the values that the model can honour; null always.
       rope_theta: the default base of rotary positions; None: the family has none.
+      rope_local_theta: the default base of layers with a window; None: the family has one base for all.
+      rope_scaling: what the reference implementation takes where config.json says nothing of scaling.
+      rope_mscale: whether YaRN's mscale_all_dim multiplies the attention scores too, squared (DeepSeek).
       windows: which layers have the sliding window, by `windows.PATTERNS`; None: the family has no windows.
       harmless: keys of this family alone that do not affect the function.
       tensors: of parameters outside blocks; `block`: of those in each block.
       prefixes: what stands before all names of tensors, in files of this family; the first is written.
       ignored: patterns (re) of names of tensors that hold no parameter.
       extra_layer: a tensor that marks the layer after the last, "{layer}", as one that only predicts further tokens.
+      packed: entries in place of those of `block` that lie quantized (`hf.mxfp4`) in some folders; there are none: no such.
+      part_of: an architecture whose config.json has this family's as "text_config", and whose tensors beside it are ignored.
     """
 
     architecture: str
@@ -110,8 +115,13 @@ class Family:
     underive: Callable[[Any], dict] = lambda model: {}
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     rope_theta: float | None = 10_000.0
+    rope_local_theta: float | None = None
+    rope_scaling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_mscale: bool = False
     windows: str | None = None
     harmless: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ("",)
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     extra_layer: str = ""
+    packed: tuple[Tensor, ...] = ()
+    part_of: str = ""

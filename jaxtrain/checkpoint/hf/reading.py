@@ -17,7 +17,7 @@ import ml_collections
 import numpy as np
 
 from jaxtrain.checkpoint.arrays import named_leaves
-from jaxtrain.checkpoint.hf import config_json, tables, tensor_files
+from jaxtrain.checkpoint.hf import config_json, mxfp4, tables, tensor_files
 from jaxtrain.checkpoint.hf.family import Family
 from jaxtrain.checkpoint.hf.tensor_files import Entry, Header
 from jaxtrain.config import ConfigError
@@ -38,9 +38,15 @@ class Source:
     headers: dict[str, Header]
 
     @property
-    def entries(self) -> dict[str, Entry]:
-        """All tensors by name."""
-        return {name: entry for header in self.headers.values() for name, entry in header.entries.items()}
+    def entries(self) -> dict[str, Entry | mxfp4.Packed]:
+        """All tensors by name; quantized ones as what they stand for."""
+        found = {name: entry for header in self.headers.values() for name, entry in header.entries.items()}
+        return mxfp4.joined(found) if config_json.is_packed(self.config, self.family) else found
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the folder is not as one of this model is written: its tensors are quantized, or part of a larger model's."""
+        return config_json.is_packed(self.config, self.family) or config_json.PART in self.config
 
     @property
     def prefix(self) -> str:
@@ -60,6 +66,10 @@ def open_source(folder: str | pathlib.Path) -> Source:
     """Looks at a folder without reading a tensor. Raises ConfigError for its config.json, UserError for its files."""
     config = config_json.read(folder)
     family, model = config_json.model_section(config, f"{folder}/{config_json.NAME}")
+    if config_json.is_packed(config, family):
+        packed = {tensor.ours for tensor in family.packed}
+        block = (*(tensor for tensor in family.block if tensor.ours not in packed), *family.packed)
+        family = dataclasses.replace(family, block=block)
     return Source(pathlib.Path(folder), config, family, model, tensor_files.open_folder(pathlib.Path(folder)))
 
 
@@ -111,17 +121,15 @@ def check(
 
 
 def _require_same_model(source: Source, model: ml_collections.ConfigDict) -> None:
-    ours, theirs = map(config_json.settings_that_count, (model.to_dict(), source.model))
     problems = [
-        f"model.{key}: {ours[key]!r} in this run, {theirs[key]!r} by {source.folder}/{config_json.NAME}"
-        for key in sorted(ours.keys() & theirs.keys())
-        if ours[key] != theirs[key]
+        f"model.{key}: {ours!r} in this run, {theirs!r} by {source.folder}/{config_json.NAME}"
+        for key, (ours, theirs) in config_json.differing(model.to_dict(), source.model).items()
     ]
     if problems:
         raise ConfigError([*problems, f"--config=configs/hf.py:{source.folder} has the folder's model section"])
 
 
-def _place(parameter: tables.Parameter, leaf: Any, entries: Mapping[str, Entry]) -> jax.Array:
+def _place(parameter: tables.Parameter, leaf: Any, entries: Mapping[str, Entry | mxfp4.Packed]) -> jax.Array:
     """One parameter as an array of its shards; what several devices store alike is read once."""
     kind, devices_of = leaf.sharding.memory_kind, {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -134,7 +142,7 @@ def _place(parameter: tables.Parameter, leaf: Any, entries: Mapping[str, Entry])
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-def _read(parameter: tables.Parameter, index: Sequence[slice], entries: Mapping[str, Entry]) -> np.ndarray:
+def _read(parameter: tables.Parameter, index: Sequence[slice], entries: Mapping[str, Entry | mxfp4.Packed]) -> np.ndarray:
     """A part of a parameter, float32; rows that pad the vocabulary are zero."""
     shape = [i.stop - i.start for i in index]
     values = _empty(shape)
@@ -144,7 +152,9 @@ def _read(parameter: tables.Parameter, index: Sequence[slice], entries: Mapping[
         piece = values[place]
         if piece[kept].shape != piece.shape:
             piece[...] = 0
-        piece[kept] = parameter.layout.read(tensor_files.read(entries[name]), within)
+        entry = entries[name]
+        tensor = entry.read() if isinstance(entry, mxfp4.Packed) else tensor_files.read(entry)
+        piece[kept] = parameter.layout.read(tensor, within)
     return values
 
 

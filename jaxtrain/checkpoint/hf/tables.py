@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.checkpoint.hf import tensor_files
+from jaxtrain.checkpoint.hf import mxfp4, tensor_files
 from jaxtrain.checkpoint.hf.family import Family
 from jaxtrain.checkpoint.hf.layouts import TensorLayout, layout_of
 from jaxtrain.checkpoint.hf.tensor_files import DTYPES, Entry, listed
@@ -77,7 +77,8 @@ def parameters(
         stacked = (layers is not None) + ("{expert}" in tensor.theirs)
         experts = int(shape[stacked - 1]) if "{expert}" in tensor.theirs else None
         layout = layout_of(tensor, shape[stacked:], model)
-        found[name] = Parameter(layout, prefix + tensor.theirs, layers, experts)
+        theirs = tensor.theirs if name == HEAD else prefix + tensor.theirs  # the head stands beside what the prefix names
+        found[name] = Parameter(layout, theirs, layers, experts)
     if homeless:
         raise UserError(listed(f"{family.architecture} has no tensors for these parameters of the model:", homeless))
     return found
@@ -123,7 +124,8 @@ def require_all(
     ]
     shared = [(name, shape, entries[name]) for name, shape in wanted.items() if name in entries]
     wrong = [f"{n}: {list(e.shape)} in the folder, {list(shape)} by config.json" for n, shape, e in shared if e.shape != shape]
-    other = [f"{n}: {e.dtype} is no dtype of weights that can be read" for n, _, e in shared if e.dtype not in DTYPES]
+    readable = {*DTYPES, mxfp4.DTYPE}
+    other = [f"{n}: {e.dtype} is no dtype of weights that can be read" for n, _, e in shared if e.dtype not in readable]
     if problems := [*missing[:8], *unexpected[:8], *wrong[:8], *other[:8]]:
         counts = (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong), ("of another dtype", other))
         told = ", ".join(f"{len(names)} {what}" for what, names in counts if names)

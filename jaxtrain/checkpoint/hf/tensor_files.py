@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from jaxtrain.checkpoint.hf import remote
 from jaxtrain.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -133,11 +134,12 @@ def open_folder(folder: pathlib.Path) -> dict[str, Header]:
     return headers
 
 
-def read(entry: Entry) -> np.ndarray:
-    """A tensor as a read-only view of its file, of a dtype of DTYPES; unmapped when the last view of it is gone."""
-    dtype = DTYPES[entry.dtype]
+def read(entry: Entry, dtype: np.dtype | None = None) -> np.ndarray:
+    """A tensor as a read-only view of its file, of `dtype` or that of DTYPES; unmapped when the last view of it is gone."""
+    dtype = dtype or DTYPES[entry.dtype]
     if not entry.bytes:
         return np.empty(entry.shape, dtype)
+    remote.fetch(entry.file, entry.start, entry.bytes)
     offset = entry.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     skip = entry.start - offset
     with entry.file.open("rb") as file:

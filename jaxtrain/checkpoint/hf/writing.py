@@ -1,34 +1,35 @@
-"""Weights as a Hugging Face folder, tensor by tensor, in files of a given size; several processes write files in turn.
+"""Weights of a checkpoint as a Hugging Face folder, read and written part by part; several processes write files in turn.
 
-A process has, beside its shards, the one tensor it is writing. Where shards lie with several processes, one tensor at a time is
-gathered to all devices, and its file's process writes it; the model as a whole is nowhere.
+A process has in memory the part of an array that it has read, and the tensor that it is written to: no device holds
+anything, and the model as a whole is nowhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
+import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from jaxtrain.checkpoint.arrays import named_leaves
-from jaxtrain.checkpoint.hf import carried, config_json, tables, tensor_files
+from jaxtrain.checkpoint.arrays import Stored
+from jaxtrain.checkpoint.hf import carried, config_json, remote, tables, tensor_files
 from jaxtrain.checkpoint.hf.tensor_files import DTYPES, INDEX, ITEM_BYTES, SINGLE
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.sharding import Layout
+from jaxtrain.runtime import control
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # --dtype: the format's name
 METADATA = {"format": "pt"}
+PART_BYTES = 1 << 24  # of an array, read at a time
 Spec = tuple[str, str, tuple[int, ...]]  # a tensor's name, dtype and shape
+Part = tuple[tuple[int, int], ...]  # of an array: start and stop in each dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,11 @@ class File:
     tensors: list[Spec]
     metadata: Mapping[str, str]
 
+    @property
+    def bytes(self) -> int:
+        """Size of its tensors."""
+        return sum(math.prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in self.tensors)
+
 
 @dataclasses.dataclass(frozen=True)
 class Export:
@@ -48,24 +54,23 @@ class Export:
     index: str | None  # the index's text
     config: dict[str, Any]  # config.json
     parameters: dict[str, tables.Parameter]
-    leaves: dict[str, jax.Array]
-    whole: Any  # the sharding of what every device has
+    leaves: Mapping[str, Stored]
     narrower: str  # the dtype the weights came in, where it is narrower than what is written
 
 
 def prepare(
-    params: Any,
+    leaves: Mapping[str, Stored],
     model: ml_collections.ConfigDict,
-    layout: Layout,
+    layer_order: Sequence[int],
     workdir: pathlib.Path,
     dtype: str = "",
     max_bytes: int = 0,
 ) -> Export:
-    """What will be written.
+    """What will be written; all processes call it.
 
     Args:
-      params: nested dict of the weights.
-      layout: of the mesh they are on.
+      leaves: the weights by name, as "blocks/attention/query/kernel".
+      layer_order: which layer lies where in the arrays of "blocks".
       workdir: the run's folder: what its weights came from is in WORKDIR/hf.
       dtype: a key of NAMES; "": that of the folder the weights came from if it holds them without loss, else float32.
       max_bytes: largest file; a tensor that is larger has one of its own. 0: the files of the folder the weights came from,
@@ -78,16 +83,20 @@ def prepare(
     family = config_json.family_of(config_json.to_json(model, "float32", config), config_json.NAME)
     old = {name: (dtype, tuple(shape)) for f in before.get("files", {}).values() for name, dtype, shape in f["tensors"]}
     prefix = tables.prefix_of(family, old) if old else family.prefixes[0]
-    leaves = {name.replace("/", "."): leaf for name, leaf in named_leaves(params).items()}
+    leaves = {name.replace("/", "."): leaf for name, leaf in leaves.items()}
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    order = layout.layer_order(model.num_layers - model.dense_first_layers).ravel().tolist()
-    found = tables.parameters(family, model, shapes, order, prefix)
+    found = tables.parameters(family, model, shapes, layer_order, prefix)
     wanted = tables.expected(found, shapes)
     kept = {name: of for name, of in old.items() if name in wanted}
     same = {name: shape for name, (_, shape) in kept.items()} == wanted
     dtypes = _dtypes(dtype, wanted, kept if same else {}, found, leaves)
     specs = {name: (name, dtypes[name], shape) for name, shape in wanted.items()}
-    if same and not max_bytes and all(dtypes[name] == of for name, (of, _) in kept.items()):
+    if (
+        same
+        and before.get("written_alike", True)
+        and not max_bytes
+        and all(dtypes[name] == of for name, (of, _) in kept.items())
+    ):
         files = [
             File(file, [specs[name] for name, *_ in facts["tensors"] if name in specs], facts["metadata"])
             for file, facts in before["files"].items()
@@ -97,26 +106,24 @@ def prepare(
     most = max(set(dtypes.values()), key=lambda name: sum(math.prod(shape) for n, shape in wanted.items() if dtypes[n] == name))
     text = next(name for name, short in NAMES.items() if short == most)
     config = config_json.to_json(model, text, config)
-    whole = layout.sharding((), "activation")
     came = {name for name, short in NAMES.items() if short in {of for of, _ in kept.values()} - set(dtypes.values()) - {"F32"}}
-    return Export(files, _index(files, before.get("index")), config, found, leaves, whole, min(came, default=""))
+    return Export(files, _index(files, before.get("index")), config, found, leaves, min(came, default=""))
 
 
-def write(export: Export, folder: pathlib.Path, workdir: pathlib.Path, gather: Callable[[str], list[str]]) -> None:
-    """Writes the folder; all processes call it.
-
-    Args:
-      gather: every process's text, on every process; a barrier.
-
-    Raises:
-      UserError: the folder holds weights already, or cannot be written.
-    """
+def write(export: Export, target: str | pathlib.Path, workdir: pathlib.Path) -> None:
+    """Writes the folder; all processes call it. Raises UserError if it holds weights already, or cannot be written."""
     me, count = jax.process_index(), jax.process_count()
-    _together(gather, lambda: _make(folder) if me == 0 else None)
-    places = _places(export)
-    for number, file in enumerate(export.files):
-        owner = number % count == me
-        _together(gather, lambda file=file, owner=owner: _write_file(folder, file, places, export, owner))
+    there = remote.Target(target)
+    folder = there.local
+    _together(lambda: _make(there) if me == 0 else None)
+    pieces = _pieces(export)
+
+    def write_mine():
+        for file in export.files[me::count]:
+            _write_file(folder, file, pieces, export)
+            there.finished()
+
+    _together(write_mine)
 
     def finish():
         if export.index is not None:
@@ -124,11 +131,12 @@ def write(export: Export, folder: pathlib.Path, workdir: pathlib.Path, gather: C
         if (workdir / carried.FOLDER).is_dir():
             carried.copy(workdir / carried.FOLDER, folder)
         (folder / config_json.NAME).write_text(json.dumps(export.config, indent=2, sort_keys=True) + "\n")
+        there.finished()
 
-    _together(gather, lambda: finish() if me == 0 else None)
+    _together(lambda: finish() if me == 0 else None)
 
 
-def _together(gather, work) -> None:
+def _together(work) -> None:
     """Runs work on each process and raises the first error of any of them on all."""
     try:
         work()
@@ -137,109 +145,112 @@ def _together(gather, work) -> None:
         problem = f"{error.filename}: cannot be written: {error.strerror}"
     except UserError as error:
         problem = str(error)
-    if problem := next(filter(None, gather(problem)), ""):
+    if problem := next(filter(None, control.gather(problem)), ""):
         raise UserError(problem)
 
 
-def _make(folder: pathlib.Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if held := sorted(path.name for path in folder.glob("*.safetensors*")):
-        raise UserError(f"{folder}: holds weights already ({', '.join(held[:4])}); choose another folder")
+def _make(target: remote.Target) -> None:
+    target.local.mkdir(parents=True, exist_ok=True)
+    if held := target.held("*.safetensors*"):
+        raise UserError(f"{target.name}: holds weights already ({', '.join(held[:4])}); choose another folder")
 
 
-def _places(export: Export) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """By tensor name, of which parameters it is made, and where in their leading dimensions."""
+def _parts(leaf: Stored, stacked: int) -> Iterator[Part]:
+    """The parts in which an array is read: of one tensor each, and of no more rows of it than PART_BYTES hold."""
+    steps = [1] * stacked
+    if len(leaf.shape) > stacked:
+        steps.append(max(1, PART_BYTES // (4 * math.prod(leaf.shape[stacked + 1 :]))))
+    ranges = [[(at, min(at + step, n)) for at in range(0, n, step)] for n, step in zip(leaf.shape, steps, strict=False)]
+    for place in np.ndindex(*map(len, ranges)):
+        yield (*(of[i] for of, i in zip(ranges, place, strict=True)), *((0, n) for n in leaf.shape[len(steps) :]))
+
+
+def _slices(part: Part) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in part)
+
+
+def _pieces(export: Export) -> dict[str, list[tuple[str, Part]]]:
+    """By tensor name, the parts of parameters of which it is made."""
     found: dict = {}
     for key, parameter in export.parameters.items():
-        for name, place in parameter.pieces([slice(0, size) for size in export.leaves[key].shape]):
-            found.setdefault(name, []).append((key, place))
+        for part in _parts(export.leaves[key], parameter.stacked):
+            for name, _ in parameter.pieces(_slices(part)):
+                found.setdefault(name, []).append((key, part))
     return found
 
 
-def _write_file(folder: pathlib.Path, file: File, places: dict, export: Export, owner: bool) -> None:
+def _write_file(folder: pathlib.Path, file: File, pieces: Mapping[str, list], export: Export) -> None:
     """Writes a file under another name first: what has its name is whole."""
     temporary = folder / f"{file.name}.tmp"
-    stream = temporary.open("wb") if owner else None
-    try:
-        if owner:
-            stream.write(tensor_files.header_bytes(file.tensors, file.metadata))
-        for name, dtype, shape in file.tensors:
-            tensor = np.zeros(shape, DTYPES[dtype]) if owner else None
-            for key, place in places[name]:
-                _fill(tensor, export.parameters[key], export.leaves[key], place, export.whole)
-            if owner and tensor.size:
-                stream.write(tensor.reshape(-1).view(np.uint8))
-    finally:
-        if owner:
-            stream.close()
-    if owner:
-        temporary.rename(folder / file.name)
-
-
-def _fill(tensor: np.ndarray | None, parameter: tables.Parameter, leaf: jax.Array, place: tuple[int, ...], whole: Any) -> None:
-    """Puts one layer and expert of a parameter into a tensor; None: only takes part in gathering."""
-    depth = parameter.stacked
-    if not leaf.is_fully_addressable:
-        gathered = _take(whole)(leaf, place).addressable_data(0)
-        pieces = [([slice(0, size) for size in leaf.shape[depth:]], gathered)]
-    else:
-        pieces = _local(leaf, place)
-    if tensor is None:
-        return
-    for index, values in pieces:
-        within = parameter.layout.clipped(index)
+    header = tensor_files.header_bytes(file.tensors, file.metadata)
+    starts, end = {}, len(header)
+    for name, dtype, shape in file.tensors:
+        starts[name], end = (end, dtype, shape), end + math.prod(shape) * ITEM_BYTES[dtype]
+    with temporary.open("wb") as stream:
+        stream.write(header)
+        _reserve(stream, end)
+    for key, part in dict.fromkeys(part for name in starts for part in pieces[name]):  # each part is read once
+        index = _slices(part)
+        parameter, values = export.parameters[key], export.leaves[key].read(index)
+        within = parameter.layout.clipped(index[parameter.stacked :])
         kept = tuple(slice(0, i.stop - i.start) for i in within)
-        parameter.layout.write(tensor, within, np.asarray(values)[kept])
+        for name, place in parameter.pieces(index):
+            if name in starts and values[place][kept].size:
+                start, dtype, shape = starts[name]
+                tensor = np.memmap(temporary, np.uint8, "r+", start, math.prod(shape) * ITEM_BYTES[dtype])
+                parameter.layout.write(tensor.view(DTYPES[dtype]).reshape(shape), within, values[place][kept])
+    temporary.rename(folder / file.name)
 
 
-def _local(leaf: jax.Array, place: tuple[int, ...]) -> list[tuple[list[slice], Any]]:
-    """The parts of one layer and expert that the shards have, and where they belong. On the host they are views."""
-    found = []
-    for shard in leaf.addressable_shards:
-        index = [slice(*i.indices(size)[:2]) for i, size in zip(shard.index, leaf.shape, strict=True)]
-        lead = index[: len(place)]
-        if shard.replica_id == 0 and all(i.start <= at < i.stop for i, at in zip(lead, place, strict=True)):
-            at = tuple(at - i.start for i, at in zip(lead, place, strict=True))
-            data = np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data
-            found.append((index[len(place) :], data[at]))
-    return found
-
-
-@functools.cache
-def _take(sharding: Any) -> Callable:
-    return jax.jit(lambda leaf, place: leaf[place], out_shardings=sharding)
+def _reserve(stream: Any, size: int) -> None:
+    """Makes a file of this size: a full disk is told here, not when the file is mapped into memory."""
+    stream.flush()
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(stream.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, stream.name) from None
+    else:
+        stream.truncate(size)
 
 
 def _dtypes(asked: str, wanted: Mapping, old: Mapping, found: Mapping, leaves: Mapping) -> dict[str, str]:
     """The dtype of each tensor."""
     if asked == "float16":
-        over = [key for key, leaf in leaves.items() if not _holds(leaf, "F16", exactly=False)]
+        over = [key for key, holds in _hold(found, leaves, dict.fromkeys(leaves, {"F16"}), exactly=False).items() if not holds]
         if over:
             raise UserError(f"float16 cannot hold values of {', '.join(over[:4])} (beyond 65504); use bfloat16 or float32")
     if asked:
         return dict.fromkeys(wanted, NAMES[asked])
     if not old:
         return dict.fromkeys(wanted, "F32")
+    narrow = {}
     for key, parameter in found.items():
         names = {name for name, _ in parameter.pieces([slice(0, size) for size in leaves[key].shape])}
-        for dtype in {old[name][0] for name in names} - {"F32", "F64"}:
-            if not _holds(leaves[key], dtype, exactly=True):
-                return dict.fromkeys(wanted, "F32")
+        narrow[key] = {old[name][0] for name in names} - {"F32", "F64"}
+    if not all(_hold(found, leaves, narrow, exactly=True).values()):
+        return dict.fromkeys(wanted, "F32")
     return {name: dtype if dtype in NAMES.values() else "F32" for name, (dtype, _) in old.items()}
 
 
-def _holds(leaf: jax.Array, dtype: str, exactly: bool) -> bool:
-    """Whether a dtype holds all values of an array: exactly, or without overflow."""
-    return bool(_check(DTYPES[dtype], exactly)(leaf))
+def _hold(found: Mapping, leaves: Mapping, dtypes: Mapping[str, set[str]], exactly: bool) -> dict[str, bool]:
+    """Whether the dtypes hold all values of each array: exactly, or without overflow. Processes share the work."""
+    mine = {}
+    for key in list(leaves)[jax.process_index() :: jax.process_count()]:
+        parts = _parts(leaves[key], found[key].stacked) if dtypes[key] else ()
+        mine[key] = all(_holds(leaves[key].read(_slices(part)), dtype, exactly) for part in parts for dtype in dtypes[key])
+    together: dict[str, bool] = {}
+    for of_one in control.gather(mine):
+        together |= of_one
+    return {key: together[key] for key in leaves}
 
 
-@functools.cache
-def _check(dtype: Any, exactly: bool) -> Callable:
-    def check(leaf):
-        there = leaf.astype(dtype).astype(jnp.float32)
-        return jnp.all((there == leaf) | jnp.isnan(leaf) if exactly else jnp.isfinite(there) | ~jnp.isfinite(leaf))
-
-    return jax.jit(check)
+def _holds(values: np.ndarray, dtype: str, exactly: bool) -> bool:
+    with np.errstate(over="ignore"):
+        there = values.astype(DTYPES[dtype]).astype(np.float32)
+    if exactly:
+        return bool(np.all((there == values) | np.isnan(values)))
+    return bool(np.all(np.isfinite(there) | ~np.isfinite(values)))
 
 
 def _packed(specs: list[Spec], max_bytes: int) -> list[File]:

@@ -92,6 +92,7 @@ FAMILY = Family(
         Tensor("attention.out.kernel", f"{ATTENTION}.o_proj.weight", "d (n h) -> d n h"),
     ),
     fixed={"attention": "mla", "router_bias": True},
+    rope_mscale=True,
     derive=lambda config: {"head_dim": config.get("qk_nope_head_dim", 128) + config["qk_rope_head_dim"]},
     underive=lambda model: {"qk_nope_head_dim": model.head_dim - model.qk_rope_head_dim},
     only={"attention_bias": (False,), "rope_interleave": (True,), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
