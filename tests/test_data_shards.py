@@ -342,10 +342,10 @@ def test_a_late_step_is_found_as_fast_as_the_first(tmp_path, way):
     folders.write_index(tmp_path, facts, [writer.close({})], {})
     seconds = {}
     for step in (0, 1_000_000, 0, 1_000_000):
-        start = time.monotonic()
+        start = time.process_time()
         found = corpus.load_corpus(make_config(tmp_path, packing=way))
         loader._Steps(found.mixture, list(found.train.values()), np.arange(4), 4)[step]
-        seconds.setdefault(step, []).append(time.monotonic() - start)
+        seconds.setdefault(step, []).append(time.process_time() - start)
     assert min(seconds[1_000_000]) < 1.5 * min(seconds[0]) + 0.1, seconds
 
 
