@@ -133,9 +133,7 @@ def writable(flag: str, text: str) -> pathlib.Path:
     return path
 
 
-def command(
-    function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None, of_a_run: bool = False
-) -> None:
+def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] | None = None, of_a_run: bool = False) -> None:
     """Runs a command's function; a user's errors become one message and an exit code (2: configuration, 1: other).
 
     In a run of several processes the others learn of the error, and this one ends without waiting for them.

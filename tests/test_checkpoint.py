@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint import arrays as checkpoint_arrays
@@ -132,6 +133,22 @@ def test_restores_onto_other_meshes(tmp_path):
         assert_identical(restored, state)
         assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(wanted)]
     save_to.close()
+
+
+@pytest.mark.parametrize("rule", ["adafactor", "muon"])
+def test_update_rules_with_states_of_their_own_restore_onto_other_meshes(tmp_path, rule):
+    """Adafactor's rows and columns have fewer dimensions than their weights, Muon's weights two kinds of state."""
+    rng = np.random.default_rng(0)
+    meshes = (dict(mesh__fsdp=4, mesh__tensor=2), dict(mesh__data=2, mesh__fsdp=2), {})
+    shapes = [tiny.program(tiny.config(optimizer__name=rule, **mesh)).abstract_state for mesh in meshes]
+    state = jax.tree.map(lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding), shapes[0])
+    assert sum(x.size for x in jax.tree.leaves(state.opt_state)) > 0
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        checkpointer.save(1, state, FACTS)
+        for wanted in shapes:
+            restored, _, _ = checkpointer.restore_newest(wanted, same(FACTS))
+            assert_identical(restored, state)
+            assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(wanted)]
 
 
 def test_host_memory_comes_back_to_host_memory(tmp_path):

@@ -86,6 +86,7 @@ def test_wrong_settings_are_refused_by_name():
         ({"a": {}, "b": {"weight": 1e-5}}, r"data.sources.b: from step 0: weight 1e-05 of 1.00001 is under one row in 1000"),
         ({"a": {"weight_changes": ("ten:1",)}}, "data.sources.a.weight_changes: expected STEP:WEIGHT"),
         ({"a b": {}}, "data.sources.a b: a name has letters"),
+        ({f"s{i}": {} for i in range(129)}, "data.sources: at most 128 are told apart in the metrics, got 129"),
     ):
         config.data.sources = entries
         assert what in " ".join(problems(config)), entries

@@ -82,7 +82,7 @@ def test_updates_that_are_skipped_do_not_count_and_the_start_has_no_weight(decay
     np.testing.assert_allclose(average.weights["w"], (factors @ values) / factors.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["zero 1", "zero 3, tensor", "experts", "pipeline"])
+@pytest.mark.parametrize("name", ["zero 1", "zero 3, tensor", "experts", "on the host", "pipeline"])
 def test_bytes_are_those_of_the_formula(name):
     """And without it the state has nothing of it."""
     p = trained(name)[0]
@@ -93,6 +93,7 @@ def test_bytes_are_those_of_the_formula(name):
         state = (p if on else program(c)).abstract_state
         real[on] = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
         form = closed_form(c, devices(c))
-        assert form.state == real[on] and ("ema" in form.rows) == on
+        assert form.state == real[on] and ("ema" in form.rows | form.host) == on
         assert bool(jax.tree.leaves(state.ema)) == on
-    assert real[True] - real[False] == closed_form(p.config, devices(p.config)).rows["ema"]
+    form = closed_form(p.config, devices(p.config))
+    assert real[True] - real[False] == form.rows["ema"] + form.host.get("ema", 0)

@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
+
+from jaxtrain.runtime import control
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -216,6 +219,33 @@ def test_a_signal_before_all_are_there_ends_those_that_are():
     assert all("SIGTERM to process 1" in text and "nothing to save" in text for text in printed)
 
 
+def test_process_0_listens_at_its_address_alone():
+    # Local addresses of sockets that listen (0A) at the port.
+    lines = 'map(str.split, [*open("/proc/net/tcp"), *open("/proc/net/tcp6")])'
+    found = f'[line[1] for line in {lines} if line[3] == "0A" and port in line[1]]'
+    look = f'port = ":%04X" % int(sys.argv[3].split(":")[1]); threading.Timer(1, lambda: print({found})).start()'
+    codes, printed = processes("pass", count=2, start=(0,), before=look)
+    address = "0100007F:"  # 127.0.0.1, and nothing else
+    assert codes == [1] and printed[0].count(address) == 1 and printed[0].startswith(f"['{address}"), printed
+
+
+def test_addresses_to_listen_at(monkeypatch):
+    names = {"10.1.2.3": ["10.1.2.3"], "node1": ["127.0.1.1"], "localhost": ["127.0.0.1"], "node2": ["10.0.0.2"]}
+    monkeypatch.setattr(control.socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (a, 0)) for a in names[host]])
+    probe = mock.MagicMock()
+    probe.__enter__.return_value.getsockname.return_value = ("10.0.0.1", 5)
+    monkeypatch.setattr(control.socket, "socket", lambda *_: probe)
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    assert [control.bind_addresses(host) for host in ("10.1.2.3", "localhost", "node2")] == [
+        ["10.1.2.3"],
+        ["127.0.0.1"],
+        ["10.0.0.2"],
+    ]
+    assert control.bind_addresses("node1") == ["127.0.1.1", "10.0.0.1"]  # Debian's own name: also where others know it
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.1.2.3:80")
+    assert control.bind_addresses("node1") == ["10.1.2.3"]
+
+
 def test_an_error_while_libraries_are_silenced_is_shown():
     code = """
         from jaxtrain.runtime import chatter
@@ -230,8 +260,32 @@ def test_an_error_while_libraries_are_silenced_is_shown():
 # Real training.
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs(tmp_path_factory):
+    """Runs of this file take their compiled programs from one folder."""
+    fault_table.Run.cache = tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM to one, training", "kill -9 of process 0"])
 def test_training(name, tmp_path):
+    fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGUSR1 to one, training",
+        "Ctrl-C, training",
+        "SIGTERM, and the save hangs",
+        "SIGTERM to all, with loader processes",
+        "one process cannot save",
+        "a second run in the workdir",
+        "warm compile cache",
+        "one process 40 s late, warm cache",
+    ],
+)
+def test_training_longer(name, tmp_path):
     fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
 
 

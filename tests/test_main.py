@@ -635,6 +635,31 @@ def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_
     assert "All 20 steps are done" in train(place, workdir, "checkpoint.restore_step=10").log  # and not once more
 
 
+@pytest.mark.slow
+def test_adafactor_continues_to_the_bit_and_on_another_mesh(place, tmp_path):
+    settings = "optimizer.name=adafactor", "optimizer.schedule=constant", "checkpoint.save_every_steps=3"
+    straight = train(place, tmp_path / "straight", *settings, "train.num_steps=6")
+    first = train(place, tmp_path / "first", *settings, "train.num_steps=3")
+    assert (straight.code, first.code) == (0, 0), first.log
+    shutil.copytree(first.workdir, tmp_path / "moved")
+    again = train(place, first.workdir, *settings, "train.num_steps=6")
+    moved = train(place, tmp_path / "moved", *settings, "train.num_steps=6", "mesh.data=1", "mesh.fsdp=4")
+    jax.tree.map(np.testing.assert_array_equal, straight.state, again.state)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), straight.state.params, moved.state.params)
+
+
+def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
+    """No later step tells, and the loss of ruined weights is finite: norms hide it."""
+    workdir, alone = tmp_path / "run", ("data.holdout_fraction=0", "checkpoint.save_every_steps=2", "checkpoint.keep_last=1")
+    assert train(place, workdir, *alone, "train.num_steps=4").code == 0
+    assert saved_steps(workdir) == [4]
+    run = train(place, workdir, *alone, "train.num_steps=5", "optimizer.learning_rate=1e30")
+    assert run.code == 1 and "the run ended at step 5 with weights that are not saved: " in run.log, run.log
+    assert "--config.checkpoint.restore_step=4 " in run.log and saved_steps(workdir) == [4]
+    assert train(place, workdir, *alone, "train.num_steps=5", "checkpoint.restore_step=4").code == 0
+    assert saved_steps(workdir) == [5]
+
+
 def test_weights_of_another_run(place, tmp_path, straight):
     source, start = f"checkpoint.init_from={straight.workdir}", ("eval.at_start=True", "train.num_steps=1")
     short = (*start, "optimizer.warmup_steps=0", "checkpoint.save_every_steps=0")

@@ -171,6 +171,39 @@ def test_scales_do_not_depend_on_the_mesh(name):
     assert_close(many[1], one[1], FP8.gradient)
 
 
+SPREAD = {
+    "data 8": dict(mesh__data=8),
+    "fsdp 8": dict(mesh__fsdp=8),
+    "sequence 4": dict(mesh__sequence=4),
+    "tensor 2, ring steps": dict(mesh__tensor=2),
+    "tensor 2, one collective": dict(mesh__tensor=2, overlap__collective_matmul=False),
+}
+
+
+def losses(kind, mesh, seeds=3):
+    """Held-out losses of initial weights, bfloat16 between products, over 4096 tokens."""
+    wide = dict(model__embed_dim=64, model__mlp_dim=128, model__head_dim=16, precision__compute_dtype="bfloat16")
+    rows = dict(data__seq_len_tokens=256, data__global_batch_rows=16, memory__loss_chunk_tokens=512)
+    p = program(config(precision__products=kind, runtime__platform="cpu", **wide, **rows, **mesh))
+    tokens = p.put_batch({key: value[0] for key, value in batch(p.config).items()}, p.eval_batch_sharding)
+    sums = [p.eval_step(p.init(seed).params, tokens) for seed in range(seeds)]
+    return np.array([float(found.cross_entropy) / float(found.targets) for found in sums])
+
+
+@pytest.mark.slow
+def test_with_bfloat16_activations_meshes_differ_as_little_as_rounding_makes_them():
+    """C47. Nothing of fp8 depends on the mesh, but bfloat16 activations do: their partial sums are rounded on each device. An
+    fp8 number that lies near the middle between two neighbours then goes to the other one, a sixteenth away."""
+    spread = {}
+    for kind in ("compute", "fp8"):
+        one = losses(kind, {})
+        for name, mesh in SPREAD.items():
+            spread[kind, name] = float(np.abs(losses(kind, mesh) / one - 1).max())
+            print(f"{kind:8} {name:25} {spread[kind, name]:.1e}")
+    assert max(value for (kind, _), value in spread.items() if kind == "compute") < 1e-4
+    assert max(spread.values()) < 1e-3
+
+
 def test_row_parallel_outliers_reach_all_devices():
     """To the bit: the scale of a token is that of the largest entry on all devices of `tensor`, in ring steps too."""
     rng, results = np.random.default_rng(0), []

@@ -6,11 +6,13 @@ import pathlib
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.errors import UserError
+from jaxtrain.train import saving
 from jaxtrain.train.saving import Keeper
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -145,6 +147,25 @@ def test_the_script_that_measures_a_save(tmp_path):
     found = script.measure(tmp_path, gb=0.02, saves=1)
     assert set(found) == {"copy alone", "save holds up", "written after"} and {len(each) for each in found.values()} == {1}
     assert found["save holds up"][0] < found["written after"][0]
+
+
+@pytest.mark.parametrize("value, fine", [(1.0, True), (-1e9, True), (1e30, False), (-1e30, False), (np.nan, False)])
+def test_sound_weights_are_finite_and_can_be_multiplied(value, fine):
+    weights = np.ones((8, 4), np.float32)
+    weights[5, 2] = value
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    spread = jax.device_put(weights, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp")))
+    assert saving.sound({"a": jnp.ones(3, jnp.bfloat16), "b": {"c": spread}}) == fine
+
+
+def test_a_last_state_that_is_not_sound_is_not_saved():
+    checkpoints = Checkpoints()
+    keeper = keeper_after(checkpoints, [0] * 6)
+    keeper.judge(6, sound=False)
+    keeper.save(6, None, {"eval_loss": 5.5})
+    with pytest.raises(UserError, match="ended at step 6 with weights that are not saved: .*checkpoint.restore_step=5 "):
+        keeper.finish(6)
+    assert checkpoints.saved == [5]
 
 
 AFTER_ERROR = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import ml_collections
 
+MAX_SOURCES = 128  # their numbers lie in seven bits of a target
 CYCLE_ROWS = 1000  # in each run of so many rows every source has the same number
 
 
@@ -79,6 +80,8 @@ def problems(data: ml_collections.ConfigDict) -> list[str]:
             wrong.append(f"data.sources{name}: from step {step}: {error.args[0]}; nearest: {sum(shares) / CYCLE_ROWS:g} or 0")
     names = [name for entries in (data.sources, data.eval_sources) for name in entries]
     wrong += [f"data.sources.{name}: a name has letters, digits, _ and - only" for name in names if not _is_name(name)]
+    if len(data.sources) > MAX_SOURCES:
+        wrong.append(f"data.sources: at most {MAX_SOURCES} are told apart in the metrics, got {len(data.sources)}; join some")
     if data.sources and data.max_epochs:
         wrong.append("data.max_epochs: with data.sources each has its own: set data.sources.NAME.max_epochs")
     if data.eval_sources and data.eval_paths:

@@ -268,6 +268,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS.", location=True),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
+        "local_devices": Setting(
+            (),
+            "Numbers of the GPUs that this process uses, of those that it sees; empty: JAX_LOCAL_DEVICE_IDS, else all, or an "
+            "even share where several processes of the run are on its host.",
+        ),
         "init_timeout_s": Setting(300, "How long to wait for the other processes at start.", low=1),
         "heartbeat_timeout_s": Setting(
             60, "Within so long all processes end when one was killed, froze or is cut off from the others.", low=5

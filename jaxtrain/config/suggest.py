@@ -68,6 +68,7 @@ ALIASES: dict[str, str] = {
     "eval.max_rows": "eval_iters eval_batches max_batches",
     "runtime.platform": "device backend accelerator",
     "runtime.fake_devices": "devices num_devices device_count num_cpu_devices",
+    "runtime.local_devices": "local_device_ids gpu_ids local_rank visible_devices cuda_visible_devices",
     "runtime.attention": "attn attention_backend attn_implementation flash_attention",
 }
 _MEANT = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}

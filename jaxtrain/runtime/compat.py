@@ -23,9 +23,9 @@ def devices_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def connect(address: str, count: int, index: int) -> None:
+def connect(address: str, count: int, index: int, gpus: list[int] | None = None) -> None:
     """Starts JAX's coordination service in process 0 and connects to it. It shall neither end a process nor take SIGTERM: both
-    are done by the control channel."""
+    are done by the control channel. `gpus`: those that JAX starts, of those that it sees; None: all."""
     os.environ["no_grpc_proxy"] = ",".join(filter(None, (os.environ.get("no_grpc_proxy"), "127.0.0.1")))
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)
@@ -33,6 +33,7 @@ def connect(address: str, count: int, index: int) -> None:
         address,
         count,
         index,
+        gpus,
         coordinator_bind_address=address,
         cluster_detection_method="deactivate",
         initialization_timeout=_NEVER_S,

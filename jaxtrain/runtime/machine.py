@@ -26,10 +26,20 @@ def cuda_plugin() -> str:
 
 def nvidia_gpus() -> list[str]:
     """Names of the GPUs that the NVIDIA driver shows, whether or not JAX can use them; [] without a driver."""
+    return _ask_driver("name")
+
+
+def gpu_ids() -> list[str]:
+    """Identities of these GPUs, which no other has."""
+    return _ask_driver("uuid")
+
+
+@functools.cache
+def _ask_driver(field: str) -> list[str]:
     if not (command := shutil.which("nvidia-smi")):
         return []
     try:
-        query = [command, "--query-gpu=name", "--format=csv,noheader"]
+        query = [command, f"--query-gpu={field}", "--format=csv,noheader"]
         result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []

@@ -15,7 +15,7 @@ import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import chatter, compat, control, joining, machine
+from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine
 from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
@@ -34,10 +34,18 @@ def initialize(config) -> None:
     if not compat.devices_started():
         _set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir)
+    started = compat.devices_started()
     if processes.count > 1:
-        _connect(processes)
+        _connect(processes, settings)
+    elif not started and not _on_cpu() and (asked := local_devices.asked_for(settings)):
+        local_devices.choose(settings)
+        jax.config.update("jax_cuda_visible_devices", ",".join(asked))
     with chatter.hidden(config.observe.verbose):
         _start_devices(settings)
+    if not started:
+        gpus = jax.local_device_count() if jax.default_backend() == "gpu" else 0
+        for warning in local_devices.require_all(settings, gpus):
+            log.warning("%s", warning)
     if processes.count > 1 and jax.default_backend() == "cpu":
         compat.share_cache_keys(f"{machine.cpu_name()} {machine.instruction_sets()}")
     if note := not_a_task():
@@ -101,7 +109,11 @@ def _use_compile_cache(folder: str) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
-def _connect(processes: Processes) -> None:
+def _on_cpu() -> bool:
+    return str(jax.config.values["jax_platforms"] or "") == "cpu"
+
+
+def _connect(processes: Processes, settings) -> None:
     """Connects JAX's own service, once, through the channel to the other processes.
 
     JAX aborts a process when its connection breaks or a peer is late, so its time limits are kept out of reach.
@@ -114,7 +126,8 @@ def _connect(processes: Processes) -> None:
     channel.has_jax = True
     if jax.config.values["jax_cpu_collectives_implementation"] not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index)
+    gpus = local_devices.choose(settings, _on_cpu())
+    compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index, gpus)
 
 
 def _start_devices(settings) -> None:

@@ -153,7 +153,9 @@ def _decide(limit: int | None, reason: str) -> None:
 
 
 def _too_late(grace_s: float) -> None:
-    control.say(f"error: not saved {grace_s:g} s after the signal (runtime.grace_s); older checkpoints are whole")
+    text = f"not saved {grace_s:g} s after the signal (runtime.grace_s); older checkpoints are whole"
+    control.say(f"error: {text}")
+    control.fail(text)
     control.end(1)
 
 

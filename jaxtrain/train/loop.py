@@ -38,7 +38,7 @@ from jaxtrain.runtime import control, joining, machine, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
-from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric
+from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, with_ema
 
@@ -170,6 +170,7 @@ class _Session:
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
                     if (save_now or best) and not stop.stopped():
+                        self.keeper.judge(step, not last or sound(state.params))  # after the last, no step says it
                         self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():
                     if pending:

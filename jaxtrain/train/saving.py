@@ -16,6 +16,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.runtime import control
 from jaxtrain.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,17 @@ def require_metric(config: ml_collections.ConfigDict, sets: Sequence[str]) -> No
     if config.checkpoint.keep_best and config.checkpoint.best_metric not in (known if sets else ()):
         there = f"known: {', '.join(known)}" if sets else "there is no held-out text"
         raise ConfigError([f"checkpoint.best_metric: no figure {config.checkpoint.best_metric} is evaluated; {there}"])
+
+
+# A block's forward and backward multiply some four weights in a row; what they cannot do in float32 is no weight any more.
+LARGEST_WEIGHT = float(np.finfo(np.float32).max) ** 0.25
+
+
+def sound(params: Any) -> bool:
+    """Whether all weights, of all processes, are finite and below LARGEST_WEIGHT. The loss does not tell: norms hide it."""
+    shards = [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    own = [np.max(np.abs(np.asarray(shard.data, np.float32)), initial=0.0) for shard in shards]
+    return all(control.gather(bool(np.max(own, initial=0.0) < LARGEST_WEIGHT)))  # NaN is not
 
 
 class Keeper:
@@ -61,13 +73,17 @@ class Keeper:
         if not skipped_in_row:
             self._checkpointer.rotate(step)
 
+    def judge(self, step: int, sound: bool) -> None:
+        """Whether the state after `step` is as it should be: if not, the next gradient would not be finite."""
+        if not self._first_bad and not sound:
+            self._first_bad = step + 1
+
     def save(self, step: int, state: TrainState, evaluation: dict[str, float], at_once: bool = True) -> None:
         """Saves, or postpones it until a step is fine again and, unless `at_once`, the save before has been written.
 
         `evaluation`: of this state, as far as there is one.
         """
-        if not self._first_bad and not np.isfinite(evaluation.get("eval_loss", 0.0)):
-            self._first_bad = step + 1  # the gradient will say so too
+        self.judge(step, bool(np.isfinite(evaluation.get("eval_loss", 0.0))))
         if self._first_bad and not self._postponed:
             log.warning("Step %d: no checkpoint is saved, nor any deleted, until a step is fine again", step)
         busy = not at_once and not self._first_bad and self._checkpointer.busy()

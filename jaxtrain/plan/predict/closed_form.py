@@ -33,6 +33,7 @@ from jaxtrain.train.optimizer import STATE_NAMES
 
 # Bytes per parameter in mixed precision with Adam: bfloat16 weights and gradients, float32 master weights and two moments.
 PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
+EMA_COUNTER = 4
 COUNTERS = 3 * 4  # step, skipped, skipped_in_row: int32, the same on every device
 
 
@@ -111,7 +112,7 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     activations = activation_bytes(config, layout)
     rows = {"master": 4 * shapes.elements("storage")} | _optimizer_state(config, layout, shapes)
     if config.train.ema_decay:
-        rows["ema"] = 4 * shapes.elements("storage", trained=True) + 4  # and a counter
+        rows["ema"] = 4 * shapes.elements("storage", trained=True) + EMA_COUNTER
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer", trained=True)
     if config.sharding.zero_stage in (1, 2) and layout.size(*STATE_AXES) > 1:  # gathered once a step and kept
@@ -157,7 +158,9 @@ def _offloaded(config, rows, activations) -> dict[str, int]:
     """Takes what `memory.offload` names out of the rows and returns it. Counters stay on the device."""
     host, offload = {}, config.memory.offload
     if "master" in offload:
-        host |= {row: rows.pop(row) for row in ("master", "ema") if row in rows}
+        host["master"] = rows.pop("master")
+        if "ema" in rows:
+            host["ema"], rows["ema"] = rows["ema"] - EMA_COUNTER, EMA_COUNTER
     if "moments" in offload:
         host |= {row: rows.pop(row) for row in STATE_NAMES if row in rows}
     if kept := sum(size for name, size in activations.items() if name in offload):
