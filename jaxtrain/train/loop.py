@@ -168,9 +168,8 @@ class _Session:
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
-                    if last and save_now and not stop.stopped():  # no step follows to say it
-                        self.keeper.judge(step, sound(state.params))
                     if (save_now or best) and not stop.stopped():
+                        self.keeper.judge(step, not last or sound(state.params))  # after the last, no step says it
                         self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():
                     if pending:
