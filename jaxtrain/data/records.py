@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import logging
 import os
 import tempfile
 import zlib
@@ -19,6 +20,7 @@ from jaxtrain.data import files, folders
 from jaxtrain.data.files import File
 from jaxtrain.errors import UserError
 
+_log = logging.getLogger(__name__)
 MAX_RECORD_BYTES = 32 << 20  # a longer line is refused; a longer text file comes in pieces
 PIECE_BYTES = 1 << 20
 FORMATS = {  # by suffix; other files are text
@@ -97,6 +99,8 @@ def _inputs(path: str, pattern: str, format: str, setting: str) -> list[Input]:
         raise UserError(f"{setting}: {path} mixes {' and '.join(sorted(kinds))}: narrow data.pattern, as '*.jsonl'")
     if kinds and format == "auto":
         found = [input for input in found if input.format in kinds]
+    if format == "auto" and (odd := [i.file.name for i in found if i.format == "text" and i.file.suffixes[-1:] == [".json"]]):
+        _log.warning("%s: %s is read as text; if .json files hold a record a line, set data.format='jsonl'", setting, odd[0])
     if kinds & {"parquet"} and pattern == "*":
         names = [os.path.basename(input.file.url) for input in found]
         splits = [split for split in _SPLITS if any(name.startswith(f"{split}-") for name in names)]
