@@ -160,21 +160,26 @@ def test_a_signal_before_the_first_launch_ends_all_at_once():
     assert all("SIGUSR1 to process 1" in text and "nothing to save" in text for text in printed)
 
 
-def test_helpers_of_a_process_leave_signals_alone_and_end_with_it(tmp_path):
+@pytest.mark.parametrize("threads", [False, True])
+def test_helpers_of_a_process_leave_signals_alone_and_end_with_it(tmp_path, threads):
     code = f"""
-        import os, signal, sys, time
+        import os, signal, sys, threading, time
         from jaxtrain.runtime import stop
         if os.fork() == 0:
+            if {threads}:
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
             stop.follow_parent()
             open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
             time.sleep(60)
         time.sleep(1)
         child = int(open({str(tmp_path / "pid")!r}).read())
-        os.system(f"kill -TERM {{child}}; kill -USR1 {{child}}; kill -INT {{child}}")  # by another process than its parent
+        os.system(f"kill -USR1 {{child}}; kill -INT {{child}}; kill -HUP {{child}}")  # by another process than its parent
+        if not {threads}:
+            os.system(f"kill -TERM {{child}}")  # takes the mask alone: a thread from before ends the child, silently
         time.sleep(0.5)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)  # as multiprocessing does at the end
-        assert os.waitpid(child, 0)[1] == 0
+        assert os.waitpid(child, 0)[1] in (0, signal.SIGTERM * {threads})
         """
     own = {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(

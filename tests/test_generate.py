@@ -86,7 +86,8 @@ def test_every_flag_reaches_the_draw(capsys, chatty, monkeypatch):
     """What the command is told is what is drawn with; what each of these does is tested with the draw itself."""
     from jaxtrain.train import sampling
 
-    seen = []
+    seen, tokenizer = [], pytest.importorskip("tokenizers").Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    stop = 5 * tokenizer.decode([97])
 
     def recorded(program, params, rows, key, how, ended):
         seen.append((rows, int(jax.random.key_data(key)[-1]), how, program.layout.size("tensor")))
@@ -94,10 +95,12 @@ def test_every_flag_reaches_the_draw(capsys, chatty, monkeypatch):
 
     monkeypatch.setattr(sampling, "sample", recorded)
     flags = ("--max-tokens=7", "--temperature=0.5", "--top-k=9", "--top-p=0.75", "--min-p=0.125", "--seed=11", "--tensor=2")
-    out = run(capsys, f"--hf={chatty}", "--prompt=hi", *flags, "--num-samples=2", "--chat", "--system=be kind", "--stop=aaaaa")
+    out = run(
+        capsys, f"--hf={chatty}", "--prompt=hi", *flags, "--num-samples=2", "--chat", "--system=be kind", f"--stop={stop}"
+    )
     [(rows, seed, how, tensor)] = seen
     assert how == Sampling(7, temperature=0.5, top_k=9, top_p=0.75, min_p=0.125) and (seed, tensor) == (11, 2)
-    assert len(rows) == 2 and rows[0] == rows[1] and bytes(id for id in rows[0] if id < 256).count(b"be kind") == 1
+    assert len(rows) == 2 and rows[0] == rows[1] and "be kind" in tokenizer.decode(rows[0])
     assert out == "\n\n\n"  # each stopped at its first text
 
 

@@ -59,11 +59,9 @@ def test_likelihoods_of_continuations(harness, log_p):
         p = log_p(ids[:-1])[len(ids) - 1 - len(after) : len(ids) - 1]
         assert value == pytest.approx(sum(p[range(len(after)), after]), abs=1e-3)
         assert greedy == bool((p.argmax(-1) == after).all())
-    likeliest = int(log_p(b"ab")[1].argmax())
-    assert likeliest < 256, "choose another text"
-    text = harness.generator.tokenizer.decode([likeliest])
-    if harness.tok_encode(text) == [likeliest]:
-        assert harness.loglikelihood([asked("ab", text)])[0][1]
+    begin = next(c for c in "abcdefgh" if log_p(list(c.encode()))[0].argmax() < 128)  # what follows is text of its own
+    likeliest = chr(log_p(list(begin.encode()))[0].argmax())
+    assert harness.loglikelihood([asked(begin, likeliest)])[0][1] or likeliest.isspace()
     with pytest.raises(UserError, match="a continuation of 100 tokens exceeds model.max_len_tokens=64"):
         harness.loglikelihood([asked("a", "b" * 100)])
 

@@ -172,6 +172,7 @@ AFTER_ERROR = {
     "whole": (dict(), [7]),
     "lost": (dict(poisoned=True), []),
     "its last step was skipped": (dict(skipped_in_row=1), []),
+    "its weights are ruined": (dict(weight=np.inf), []),
     "nothing new": (dict(start=7), []),
     "a save failed": (dict(failing=True), []),
     "several processes": (dict(processes=2), []),
@@ -189,7 +190,7 @@ def test_what_is_saved_after_an_error(name, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             keeper.wait()
     monkeypatch.setattr(jax, "process_count", lambda: case.get("processes", 1))
-    state = types.SimpleNamespace(step=np.int32(7))
+    state = types.SimpleNamespace(step=np.int32(7), params={"w": jax.numpy.float32(case.get("weight", 1.0))})
     monkeypatch.setattr(jax, "block_until_ready", lambda state: 1 / 0 if "poisoned" in case else state)
     keeper.save_after_error(state, (7, {"skipped_in_row": case.get("skipped_in_row", 0)}), case.get("start", 3))
     assert checkpoints.saved == wanted

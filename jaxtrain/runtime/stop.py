@@ -97,6 +97,8 @@ def error(done: str, saved: int | None) -> Stopped:
 def follow_parent() -> None:
     """In a child process that helps this one: signals to all processes of a job leave it alone, and it ends with its parent."""
     parent, numbers = os.getppid(), (*SIGNALS, signal.SIGHUP)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # threads that libraries have started already are not reached by the mask
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
     def watch() -> None:

@@ -136,8 +136,7 @@ class _Session:
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
         batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        data = config.data
-        self.data_metrics = DataMetrics(self.corpus, batches, data.global_batch_rows, data.seq_len_tokens)
+        self.data_metrics = DataMetrics(self.corpus, batches, config.data.global_batch_rows, config.data.seq_len_tokens)
         bar = Progress(
             num_steps,
             self.start,
@@ -178,10 +177,9 @@ class _Session:
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
             raise stop.error("", self.keeper.newest()) from None
-        except Stopped:
-            raise
-        except Exception:
-            self.keeper.save_after_error(state, pending, self.start)
+        except Exception as error:
+            if not isinstance(error, Stopped):
+                self.keeper.save_after_error(state, pending, self.start)
             raise
         finally:
             batches.close()

@@ -110,6 +110,7 @@ class Keeper:
             step = int(state.step)
             if pending:
                 self.finished(pending[0], int(pending[1]["skipped_in_row"]))
+            self.judge(step, sound(state.params))
         except Exception:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
