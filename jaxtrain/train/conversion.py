@@ -72,8 +72,7 @@ def export_run(
     setup_logging(jax.process_index())
     params, facts, step = restore_params(workdir, program.abstract_state.params, step, reader=arrays.opened, ema=ema)
     leaves, count = arrays.named_leaves(params), program.model.num_layers - program.model.dense_first_layers
-    order = facts.get(LAYER_ORDER) or range(count)
-    prepared = writing.prepare(leaves, program.model, order, workdir, dtype, max_bytes)
+    prepared = writing.prepare(leaves, program.model, facts.get(LAYER_ORDER) or range(count), workdir, dtype, max_bytes)
     writing.write(prepared, hf, workdir)
     size, kind = sum(file.bytes for file in prepared.files), prepared.config["architectures"][0]
     what = f"{kind}, {prepared.config['dtype']}, {size / 1e9:.2f} GB in {len(prepared.files)} files"
