@@ -378,7 +378,7 @@ def test_saved_config_of_another_version(tmp_path):
 
 def test_settings_that_name_paths_or_addresses_are_marked():
     """So that `generate` does not follow those of a stranger's config.json."""
-    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host", "tokenizer", "from"}
+    words = {"path", "paths", "dir", "folder", "file", "address", "url", "host", "tokenizer", "from", "to"}
     for section, settings in SETTINGS.items():
         for key, setting in settings.items():
             inside = any(entry.location for entry in (setting.entries or {}).values())
