@@ -8,6 +8,7 @@ import pathlib
 import sys
 import threading
 import time
+import urllib.request
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ class Store:
         self._running = server.ThreadedMotoServer(port=0, verbose=False)
         self._running.start()
         self.port = self._running.get_host_and_port()[1]
+        # What servers of other tests in this process were given is kept for the whole process.
+        reset = urllib.request.Request(f"http://127.0.0.1:{self.port}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset, timeout=30).close()
 
     def cut(self, seconds):
         """Refuses connections for so long; returns at once."""

@@ -294,7 +294,8 @@ class Checkpointer:
         return ""
 
     def _failure(self, error: Exception) -> UserError:
-        step, _ = self._saving
+        reason, (step, _) = arrays.reason(error), self._saving
+        control.await_verdict(RuntimeError(reason))  # another process may have failed, and left this one's save without it
         self._saving, self._newest = None, 0
         writer, self._writer = self._writer, None
         with contextlib.suppress(Exception):
@@ -303,7 +304,7 @@ class Checkpointer:
             files.remove_unfinished([files.unfinished_folder(self._root, step)])
         kept = [candidate for candidate in files.steps(self._root) if candidate != step]
         return UserError(
-            f"the checkpoint of step {step} could not be written to {self._root / str(step)}: {arrays.reason(error)}\n"
+            f"the checkpoint of step {step} could not be written to {self._root / str(step)}: {reason}\n"
             f"Complete checkpoints that remain: {', '.join(map(str, kept)) or 'none'}. Make room or make the folder "
             "writable, then give the same command again to continue from the newest."
         )
