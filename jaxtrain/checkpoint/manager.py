@@ -296,8 +296,7 @@ class Checkpointer:
     def _failure(self, error: Exception) -> UserError:
         reason, (step, _) = arrays.reason(error), self._saving
         control.await_verdict(RuntimeError(reason))  # another process may have failed, and left this one's save without it
-        self._saving, self._newest = None, 0
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._saving, self._newest = self._writer, None, None, 0
         with contextlib.suppress(Exception):
             writer.close()
         if jax.process_index() == 0:  # a full disk needs the space, and the half is of no use
