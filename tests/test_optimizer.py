@@ -182,14 +182,14 @@ def test_adafactor_does_not_depend_on_the_mesh():
         p = program(config(**experts, **mesh))
         update = jax.jit(
             functools.partial(optimizer.make_update(p.config, p.dims), np.bool_(True), np.float32(0.1)),
-            out_shardings=jax.tree.map(lambda x: x.sharding, (p.abstract_state.params, p.abstract_state.opt_state)),
+            out_shardings=jax.tree.map(lambda x: x.sharding, (p.abstract_state.params, (p.abstract_state.opt_state, ()))),
         )
         rng, abstract = np.random.default_rng(0), p.abstract_state.params
         random = [jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), abstract) for _ in range(4)]  # noqa: B023
         params, *gradients = (jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), tree, abstract) for tree in random)
         state = optimizer.make(p.config, p.dims).init(params)
         for step in gradients:
-            params, state = update(step, params, state)
+            params, (state, _) = update(step, params, (state, ()))
         results.append(host((params, state)))
     for other in results[1:]:
         assert_close(other, results[0], 1e-5)
