@@ -52,7 +52,8 @@ def test_a_run_stops_before_it_makes_weights(tmp_path, monkeypatch, caplog):
         raise UserError("does not fit")
 
     monkeypatch.setattr(loop.preflight, "require_fits", refuse)
-    monkeypatch.setattr(loop, "load_corpus", lambda *_: types.SimpleNamespace(summary="none", fingerprints={"data": ""}))
+    corpus = types.SimpleNamespace(summary="none", fingerprints={"data": ""}, eval={})
+    monkeypatch.setattr(loop, "load_corpus", lambda *_: corpus)
     monkeypatch.setattr(loop, "build_program", lambda *args: _watched(tiny.program(config), made))
     with pytest.raises(UserError, match="does not fit"), caplog.at_level(logging.INFO):
         loop.run(config, tmp_path)
