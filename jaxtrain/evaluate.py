@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import time
 from collections.abc import Sequence
 
-from jaxtrain.command_line import command, split_overrides
+from jaxtrain.command_line import command, split_overrides, writable
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 
@@ -38,12 +37,10 @@ def main(arguments: Sequence[str]) -> None:
         problems.append("data.eval_paths: name the held-out text, as --config.data.eval_paths=FOLDER")
     if problems:
         raise ConfigError(problems)
+    output = writable("--json", args.json) if args.json else None
     found = evaluate(args.workdir or args.hf, overrides, args.step, args.ema)
-    if args.json:
-        try:
-            pathlib.Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--json={args.json}: cannot be written: {error.strerror}") from error
+    if output:
+        output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def evaluate(

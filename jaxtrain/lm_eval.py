@@ -25,7 +25,7 @@ except ImportError:
     TemplateLM = object
 
 BATCH_ROWS = 8  # prompts that are continued together
-GREEDY = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}  # arguments of a request to generate
+KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}  # arguments of a request to generate
 log = logging.getLogger(__name__)
 
 
@@ -91,10 +91,13 @@ class Harness(TemplateLM):
         from jaxtrain.train.sampling import Sampling
 
         found = [""] * len(requests)
-        kinds = sorted(range(len(requests)), key=lambda number: json.dumps(requests[number].args[1], sort_keys=True))
-        for kind, group in itertools.groupby(kinds, lambda number: json.dumps(requests[number].args[1], sort_keys=True)):
+
+        def arguments(number):
+            return json.dumps(requests[number].args[1], sort_keys=True)
+
+        for kind, group in itertools.groupby(sorted(range(len(requests)), key=arguments), arguments):
             asked = json.loads(kind)
-            if unknown := sorted(asked.keys() - GREEDY):
+            if unknown := sorted(asked.keys() - KNOWN):
                 raise UserError(f"the task generates with {', '.join(unknown)}, which is not known here")
             tokens = asked.get("max_gen_toks", 256)
             if (room := self.max_length - tokens) < 1:
@@ -103,7 +106,7 @@ class Harness(TemplateLM):
             how = Sampling(tokens, asked.get("temperature", 1.0) if asked.get("do_sample") else 0.0, **drawn)
             until = asked.get("until") or []
             stop = [until] if isinstance(until, str) else until
-            rows = sorted(((self.tok_encode(requests[n].args[0])[-room:], n) for n in group), key=lambda row: len(row[0]))
+            rows = sorted(((self.generator.ids(requests[n].args[0])[-room:], n) for n in group), key=lambda row: len(row[0]))
             for first in range(0, len(rows), BATCH_ROWS):
                 batch = rows[first : first + BATCH_ROWS]
                 same = [ids for ids, _ in batch] + [batch[-1][0]] * (BATCH_ROWS - len(batch))  # one shape is compiled

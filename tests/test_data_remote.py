@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import pathlib
@@ -22,6 +23,7 @@ from fault_table import Run  # noqa: E402
 from kill_table import trained  # noqa: E402
 
 pytest.importorskip("s3fs")
+fsspec = pytest.importorskip("fsspec")
 server = pytest.importorskip("moto.server")
 
 
@@ -52,21 +54,25 @@ class Store:
     def stop(self):
         self._running.stop()
 
+    @contextlib.contextmanager
+    def connected(self):
+        """fsspec's view of the server, which is the S3 of this process meanwhile and stops at the end."""
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                patch.setenv(name, "testing")
+            patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{self.port}")
+            fsspec.filesystem("s3").clear_instance_cache()
+            yield fsspec.filesystem("s3")
+        self.stop()
+
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory):
     """A bucket with JSON lines, packed and not, and a folder of token shards; and the server."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     store, folder = Store(), tmp_path_factory.mktemp("bucket")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{store.port}")
-        import fsspec
-
-        fsspec.filesystem("s3").clear_instance_cache()
-        system = fsspec.filesystem("s3")
+    with store.connected() as system:
         system.mkdir("corpus")
         (folder / "0.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(500)))
         rng = np.random.default_rng(0)
@@ -75,7 +81,6 @@ def bucket(tmp_path_factory):
         system.put(str(folder / "0.jsonl"), "corpus/text/0.jsonl")
         system.put(str(folder / "shards"), "corpus/shards", recursive=True)
         yield store, folder
-    store.stop()
 
 
 def batches(path, count=6, **changes):

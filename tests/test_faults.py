@@ -196,21 +196,6 @@ def test_helpers_of_a_process_leave_signals_alone_and_end_with_it(tmp_path, thre
 # Real commands.
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one process with a bad setting",
-        "one process with a broken config file",
-        "one process without --workdir",
-        "one process with a wrong count",
-        "one process without its own number",
-        "another source of jaxtrain in one process",
-    ],
-)
-def test_errors_before_processes_are_connected_reach_the_others(name, tmp_path):
-    fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
-
-
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_whichever_of_three_has_the_error(odd, tmp_path):
     fault_table.FAULTS["one process with a bad setting"](tmp_path / "fault", 3, random.Random(0), odd)
@@ -271,26 +256,33 @@ def shared_programs(tmp_path_factory):
     fault_table.Run.cache = tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM to one, training", "kill -9 of process 0"])
-def test_training(name, tmp_path):
-    fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SIGUSR1 to one, training",
-        "Ctrl-C, training",
-        "SIGTERM, and the save hangs",
-        "SIGTERM to all, with loader processes",
-        "one process cannot save",
-        "a second run in the workdir",
-        "warm compile cache",
-        "one process 40 s late, warm cache",
-    ],
+FAULTS = (
+    # Before processes are connected.
+    "one process with a bad setting",
+    "one process with a broken config file",
+    "one process without --workdir",
+    "one process with a wrong count",
+    "one process without its own number",
+    "another source of jaxtrain in one process",
+    # While they train.
+    "SIGTERM to one, training",
+    "kill -9 of process 0",
 )
-def test_training_longer(name, tmp_path):
+SLOW_FAULTS = (
+    "SIGUSR1 to one, training",
+    "Ctrl-C, training",
+    "SIGTERM, and the save hangs",
+    "SIGTERM to all, with loader processes",
+    "one process cannot save",
+    "a second run in the workdir",
+    "warm compile cache",
+    "one process 40 s late, warm cache",
+)
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAULTS)])
+def test_fault(name, tmp_path):
+    """One try of a row of the table, which raises AssertionError where a process does not end as it must."""
     fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
 
 

@@ -99,7 +99,7 @@ def together(monkeypatch, hosts, facts):
     """As if the processes of a run had these facts."""
     monkeypatch.setattr(control, "current", types.SimpleNamespace(hosts=hosts))
     monkeypatch.setattr(control, "gather", lambda own: facts)
-    return local_devices.require_all(settings(), 0, {})
+    return local_devices.require_all(settings(), 0, environment={})
 
 
 def test_all_gpus_of_all_hosts_are_in_use(driver, monkeypatch):

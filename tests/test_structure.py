@@ -42,7 +42,7 @@ MANY_PARAMETERS = {"jaxtrain.runtime.compat.cudnn_attention_backward", "jaxtrain
 # changes of a continued run, errors before processes are connected, sampling, blocks that vary, frozen weights, one inventory;
 # moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage,
 # reading them part by part.
-BUDGETS = {"jaxtrain": 13_770, "jaxtrain.plan": 3_200}
+BUDGETS = {"jaxtrain": 13_800, "jaxtrain.plan": 3_200}
 OTHERS = (  # data, foreign weights, a foreign harness
     *("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize"),
     *("jaxtrain.lm_eval", "jaxtrain.train.scoring"),

@@ -85,14 +85,19 @@ class Stored:
         """Of the whole."""
         return tuple(self.array.shape)
 
+    @functools.cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return self.array.spec().to_json()["metadata"]
+
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """A part, of which the store reads no more than its bytes if they follow each other in each piece that was saved: an
         array is saved in as large pieces as devices had, and the store itself reads these whole."""
-        facts = self.array.spec().to_json()["metadata"]
-        plain = facts["compressor"] is None and facts["filters"] is None and facts["order"] == "C"
+        facts = self._metadata
+        if facts["compressor"] is not None or facts["filters"] is not None or facts["order"] != "C":
+            return self.array[index].read().result()
         size, dtype, found = tuple(facts["chunks"]), self.array.dtype.numpy_dtype, []
         cells = [range(i.start // n, -(-i.stop // n)) for i, n in zip(index, size, strict=True)]
-        for cell in itertools.product(*cells) if plain else ():
+        for cell in itertools.product(*cells):
             within = [(max(i.start - c * n, 0), min(i.stop - c * n, n)) for i, c, n in zip(index, cell, size, strict=True)]
             first_range = next((d for d, (start, stop) in enumerate(within) if stop - start != 1), len(size))
             if any((0, n) != ends for ends, n in zip(within[first_range + 1 :], size[first_range + 1 :], strict=True)):
@@ -101,8 +106,6 @@ class Stored:
             span = slice(begin * dtype.itemsize, (end + 1) * dtype.itemsize)
             key = facts["dimension_separator"].join(map(str, cell)) or "0"
             found.append((cell, within, self.array.kvstore.read(key, byte_range=span)))
-        if not plain:
-            return self.array[index].read().result()
         values = np.empty([i.stop - i.start for i in index], dtype)
         for cell, within, future in found:
             corner = [c * n - i.start for c, n, i in zip(cell, size, index, strict=True)]

@@ -94,8 +94,15 @@ def misfits(record: dict, leaves: dict) -> list[str]:
 
 def to_read(record: dict, leaves: dict, wanted: Wanted) -> dict:
     """The leaves that a checkpoint which fits gives; of fields that begin anew none."""
-    anew = wanted.anew(record["facts"], unfit) if (unfit := misfits(record, leaves)) else set()
+    anew, _ = _unfit(record, leaves, wanted)
     return {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] not in anew}
+
+
+def _unfit(record: dict, leaves: dict, wanted: Wanted) -> tuple[set[str], list[str]]:
+    """Fields of the state that begin anew, and the arrays of other fields that do not fit."""
+    found = misfits(record, leaves)
+    anew = wanted.anew(record["facts"], found) if found else set()
+    return anew, [name for name in found if name.partition("/")[0] not in anew]
 
 
 def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, wanted: Wanted) -> None:
@@ -105,10 +112,8 @@ def _check_fits(folder: pathlib.Path, record: dict, leaves: dict, wanted: Wanted
     if "training" in files.items_of(leaves) and "training" not in files.items_of(record["leaves"]):
         raise UserError(_weights_alone(folder))
     saved, mine = record["leaves"], {name: arrays.text_of(leaf) for name, leaf in leaves.items()}
-    unfit, facts = misfits(record, leaves), record["facts"]
-    anew = wanted.anew(facts, unfit) if unfit else set()
-    unfit = [name for name in unfit if name.partition("/")[0] not in anew]
-    problems = wanted.problems(facts, unfit)
+    _, unfit = _unfit(record, leaves, wanted)
+    problems = wanted.problems(record["facts"], unfit)
     if unfit and problems and not any(files.item_of(name) == "params" for name in unfit):
         problems.append(f"so {len(unfit)} arrays of the optimizer's state differ")
     elif unfit:

@@ -99,9 +99,7 @@ def write_process_checksums(item: pathlib.Path, process: int) -> None:
 def write_step_files(folder: pathlib.Path, facts: dict) -> None:
     """Process 0's last act before a step is committed: facts.json, then checksums of all that no process has summed."""
     _write_json(folder / FACTS, facts)
-    rest = [
-        name for name in _files_under(folder) if "/ocdbt.process_" not in name and name not in (CHECKSUMS, *_COMMIT_MARKERS)
-    ]
+    rest = [name for name in files_under(folder) if "/ocdbt.process_" not in name and name not in (CHECKSUMS, *_COMMIT_MARKERS)]
     _write_json(folder / CHECKSUMS, _sums(folder, rest))
 
 
@@ -187,12 +185,13 @@ def _entries(root: pathlib.Path) -> list[pathlib.Path]:
     return list(root.iterdir()) if root.is_dir() else []
 
 
-def _files_under(folder: pathlib.Path) -> list[str]:
+def files_under(folder: pathlib.Path) -> list[str]:
+    """Names of all files below a folder, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def _process_files(item: pathlib.Path, process: int) -> list[str]:
-    return [name for name in _files_under(item) if name.startswith(f"ocdbt.process_{process}/")]
+    return [name for name in files_under(item) if name.startswith(f"ocdbt.process_{process}/")]
 
 
 def _data_sums(folder: pathlib.Path, item: str) -> dict:

@@ -22,7 +22,7 @@ from jaxtrain.checkpoint import files, lock
 from jaxtrain.data.remote import filesystem, is_remote, retried
 from jaxtrain.errors import UserError
 
-FOLDER, BESIDE = "checkpoints", ("config.json", "hf")  # what of a workdir is copied with its checkpoints
+FOLDER, CONFIG, HF = "checkpoints", "config.json", "hf"  # what of a workdir is copied: the last two beside the checkpoints
 BEAT_S, DEAD_AFTER_S, LOOK_S = 15.0, 60.0, 2.0  # of the lock: how often renewed, when left behind, how often looked at
 _log = logging.getLogger(__name__)
 
@@ -65,12 +65,11 @@ class Store:
         if self.read(f"{base}/{files.CHECKSUMS}") == (folder / files.CHECKSUMS).read_bytes():
             return
         self.remove(step)
-        names = _names(folder)
+        names = files.files_under(folder)
         self._put(folder, base, [name for name in names if name != files.CHECKSUMS])
         self._put(folder, base, [files.CHECKSUMS])
-        self._put(root.parent, "", [name for name in BESIDE if (root.parent / name).is_file()])
-        for name in BESIDE:
-            self._put(root.parent / name, name, _names(root.parent / name))
+        self._put(root.parent, "", [CONFIG] if (root.parent / CONFIG).is_file() else [])
+        self._put(root.parent / HF, HF, files.files_under(root.parent / HF))
 
     def pull(self, root: pathlib.Path, step: int) -> str:
         """Copies a step into a workdir, where it appears when it is whole. Returns why it is not, "" if it is."""
@@ -282,14 +281,8 @@ def fetch(url: str, workdir: pathlib.Path, steps: Sequence[int] | None = None) -
     for step in wanted:
         if reason := store.pull(root, step):
             raise UserError(f"{url}/{FOLDER}/{step} is damaged: {reason}")
-    for name in BESIDE:
-        if not (workdir / name).exists():
-            if content := store.read(name):
-                (workdir / name).write_bytes(content)
-            store.get(name, workdir / name)
+    if not (workdir / CONFIG).exists() and (content := store.read(CONFIG)):
+        (workdir / CONFIG).write_bytes(content)
+    if not (workdir / HF).exists():
+        store.get(HF, workdir / HF)
     return wanted
-
-
-def _names(folder: pathlib.Path) -> list[str]:
-    """Files below a folder."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -22,7 +22,7 @@ from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.pipeline import schedule as pipeline_schedule
-from jaxtrain.remat.activations import ACTIVATIONS, KEPT, STATE_GROUPS
+from jaxtrain.remat.activations import ACTIVATIONS, STATE_GROUPS, kept_activations
 
 BYTE_VOCAB = 258
 
@@ -238,7 +238,7 @@ def _step_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(f"memory.keep: memory.remat=names needs the names to keep, of {', '.join(ACTIVATIONS)}; or use remat=full")
     if memory.remat != "names" and memory.keep:
         found.append(f"memory.keep: only memory.remat=names uses it, remat is {memory.remat}; set it to ()")
-    kept = memory.keep if memory.remat == "names" else KEPT[memory.remat]
+    kept = kept_activations(memory)
     for name in memory.offload:
         if name not in ACTIVATIONS:
             continue

@@ -281,6 +281,8 @@ def _keys(store: Store) -> np.ndarray:
 
 
 def _digests(store: Store, documents: np.ndarray) -> list[bytes]:
+    if not len(documents):
+        return []
     ends = store.ends()
     begins = np.concatenate([[0], ends[:-1]])
     return [

@@ -48,7 +48,7 @@ def mfu(tokens_per_s: float, flops_per_token: float, num_devices: int, peak_flop
     Args:
       tokens_per_s: over all devices.
       flops_per_token: `step_flops(...) / tokens`.
-      peak_flops: of one device in FLOP/s, from `hardware.peak_flops`.
+      peak_flops: of one device in FLOP/s, from `hardware.gpus.peak_flops`.
     """
     if not peak_flops:
         return None

@@ -311,11 +311,6 @@ def empty_cache(model: ml_collections.ConfigDict, layout: Layout, batch: int, le
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.int32))
 
 
-def decoder_specs(decoder: Decoder, layout: Layout, dtype: Any) -> dict:
-    """Nested dict like the parameters of a decoder, of `ParameterSpec`s; those of blocks are a layer's."""
-    return parameter_specs(nnx.state(decoder, nnx.Param), layout, dtype)
-
-
 def _add_layer(sums: RouterSums, own: RouterSums, layer: jax.Array) -> RouterSums:
     """`sums` with those of one layer added: tables [L, E] get its row."""
     return jax.tree.map(lambda a, b: a.at[layer].set(b) if a.ndim else a + b, sums, own)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.activation_buffer import ActivationBuffer
-from jaxtrain.parallel.layer_loop import read_from
+from jaxtrain.parallel.layer_loop import accumulated_before, read_from
 from jaxtrain.parallel.layer_stack import LayerArguments, LayerStack, at_keys_of
-from jaxtrain.parallel.parameters import DeferredGradient, is_sharded_parameter, subset
+from jaxtrain.parallel.parameters import DeferredGradient, subset
 
 
 def backward_of_inputs(
@@ -46,7 +46,7 @@ def backward_of_inputs(
 
     groups, of_last = stack.groups_in_loop(parameters, group_size), None
     with jax.named_scope("backward"):
-        carry = dx, _accumulated(parameters), buffer and buffer.arrays
+        carry = dx, accumulated_before(parameters), buffer and buffer.arrays
         if last is not None:
             carry, of_last = blocks(carry, (groups, last))
         (dx, accumulated, arrays), deferred = jax.lax.scan(blocks, carry, (jnp.arange(groups), residuals), reverse=True)
@@ -73,11 +73,7 @@ def backward_of_weights(stack: LayerStack, deferred: Any, parameters: Any, multi
 
     groups = stack.groups_in_loop(parameters, group_size)
     with jax.named_scope("backward"):
-        accumulated = _accumulated(parameters)
+        accumulated = accumulated_before(parameters)
         if last is not None:
             accumulated, _ = blocks(accumulated, (groups, last))
         return jax.lax.scan(blocks, accumulated, (jnp.arange(groups), deferred), reverse=True)[0]
-
-
-def _accumulated(parameters):
-    return jax.tree.map(lambda p: p.accumulated, parameters, is_leaf=is_sharded_parameter)

@@ -209,7 +209,7 @@ def _backward_through_layers(stack, dx, residuals, arguments, groups, of_last_bl
         ahead = of_last_block if prefetches else None
         if prefetches and ahead is None:
             ahead = stack.all_gather(parameters, stack.count - 1)
-        accumulated = jax.tree.map(_accumulated_before, parameters, is_leaf=is_sharded_parameter)
+        accumulated = accumulated_before(parameters)
         carry = (dx, ahead, {}, accumulated)
         if last is not None:
             carry, _ = blocks(carry, (groups, last))
@@ -219,13 +219,17 @@ def _backward_through_layers(stack, dx, residuals, arguments, groups, of_last_bl
     return dx, accumulated, found
 
 
-def _accumulated_before(parameter):
+def accumulated_before(parameters: Any) -> Any:
     """The gradients that are added to: those of earlier microbatches where they have the right shape, else zeros."""
-    buffer, accumulated = parameter.gradient_buffer, parameter.accumulated
-    if buffer is None:
-        return None
-    same = accumulated is not None and accumulated.shape == buffer.shape
-    return accumulated if same else jnp.zeros(buffer.shape, jnp.float32)
+
+    def before(parameter):
+        buffer, accumulated = parameter.gradient_buffer, parameter.accumulated
+        if buffer is None:
+            return None
+        same = accumulated is not None and accumulated.shape == buffer.shape
+        return accumulated if same else jnp.zeros(buffer.shape, jnp.float32)
+
+    return jax.tree.map(before, parameters, is_leaf=is_sharded_parameter)
 
 
 def _cotangents(parameters, gradients):

@@ -1,6 +1,6 @@
 """How collectives hide behind compute on GPUs: the `overlap` settings, mapped onto XLA's flags in this one place.
 
-What a flag cannot say is in the program itself: which weights are fetched a block ahead (`overlap.prefetch`, see
+What a flag cannot say is in the program itself: which weights are gathered a block ahead (`overlap.prefetch`, see
 `parallel.layer_loop`) and products in ring steps (`overlap.collective_matmul`, see `parallel.collective_matmul`).
 The rest is XLA's latency-hiding scheduler: it moves the start of a collective up and its end down, as far as its limits let it.
 

@@ -31,3 +31,8 @@ POLICIES: dict[str, tuple[tuple[str, ...] | None, str]] = {
 }
 KEPT = {policy: kept for policy, (kept, _) in POLICIES.items()}
 STATE_GROUPS = ("master", "moments")  # of the training state, for `memory.offload`
+
+
+def kept_activations(memory) -> tuple[str, ...] | None:
+    """The activations that a config's section `memory` keeps; None: everything."""
+    return tuple(memory.keep) if memory.remat == "names" else KEPT[memory.remat]

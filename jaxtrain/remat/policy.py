@@ -18,7 +18,7 @@ import jax
 import ml_collections
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.remat.activations import ACTIVATIONS, KEPT
+from jaxtrain.remat.activations import ACTIVATIONS, kept_activations
 
 
 def name(x: Any, name: str) -> Any:
@@ -93,7 +93,7 @@ def _name_primitive() -> Any:
 
 def remat(settings: ml_collections.ConfigDict) -> Remat:
     """The `Remat` of a validated config's section `memory`."""
-    kept = tuple(settings.keep) if settings.remat == "names" else KEPT[settings.remat]
+    kept = kept_activations(settings)
     if kept and "routes" not in kept:  # rounding may turn a close choice when it is computed again: what was kept would not fit
         kept = (*kept, "routes")
     return Remat(kept, tuple(n for n in settings.offload if n in ACTIVATIONS), settings.remat_every_blocks)

@@ -79,14 +79,15 @@ def share(hosts: Sequence[str], facts: Sequence[Sequence[list]], index: int) -> 
     return list(range(first, first + each))
 
 
-def require_all(settings, used: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+def require_all(settings, used: int, on_cpu: bool = False, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Warnings about GPUs that a scheduler gave and that stay idle. `used`: GPUs that JAX has started in this process.
 
     Every process calls it. Raises UserError when the processes of a host use fewer or more GPUs than they see together, and
-    none of them has been told which; a run without any GPU is told elsewhere.
+    none of them has been told which; a run without any GPU is told elsewhere. on_cpu: see `choose`.
     """
     given = environment.get("SLURM_GPUS_ON_NODE", "")
-    facts = control.gather([visible_gpus(environment), list(asked_for(settings, environment)), used, given])
+    visible = [] if on_cpu else visible_gpus(environment)
+    facts = control.gather([visible, list(asked_for(settings, environment)), used, given])
     hosts, warnings = _hosts(), []
     if not any(fact[2] for fact in facts):
         return []

@@ -31,20 +31,19 @@ def initialize(config) -> None:
     settings = config.runtime
     processes = joining.join(config)
     _choose_platform(settings)
-    if not compat.devices_started():
+    started = compat.devices_started()
+    if not started:
         _set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir)
-    started = compat.devices_started()
     if processes.count > 1:
         _connect(processes, settings)
-    elif not started and not _on_cpu() and (asked := local_devices.asked_for(settings)):
-        local_devices.choose(settings)
-        jax.config.update("jax_cuda_visible_devices", ",".join(asked))
+    elif not started and not _on_cpu() and local_devices.asked_for(settings):
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local_devices.choose(settings))))
     with chatter.hidden(config.observe.verbose):
         _start_devices(settings)
     if not started:
         gpus = jax.local_device_count() if jax.default_backend() == "gpu" else 0
-        for warning in local_devices.require_all(settings, gpus):
+        for warning in local_devices.require_all(settings, gpus, _on_cpu()):
             log.warning("%s", warning)
     if processes.count > 1 and jax.default_backend() == "cpu":
         compat.share_cache_keys(f"{machine.cpu_name()} {machine.instruction_sets()}")

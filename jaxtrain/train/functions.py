@@ -14,11 +14,11 @@ from flax import nnx
 
 from jaxtrain.model import inventory
 from jaxtrain.model.batch import Batch
-from jaxtrain.model.decoder import Decoder, decoder_specs
+from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.execution import Execution
 from jaxtrain.model.loss import LossSums
 from jaxtrain.model.moe import balance
-from jaxtrain.parallel.parameters import replaced, subset
+from jaxtrain.parallel.parameters import parameter_specs, replaced, subset
 from jaxtrain.parallel.sharding import tree_shardings
 from jaxtrain.remat.policy import memory_kind, with_working_copy
 from jaxtrain.train import ema as averages
@@ -48,7 +48,7 @@ class Functions:
         self._optimizer = optimizers.make(config, self._trained_dims)
         self._update_rule = optimizers.make_update(config, self._trained_dims)
         self._make_shardings()
-        specs = decoder_specs(abstract, self.layout, execution.dtype)
+        specs = parameter_specs(nnx.state(abstract, nnx.Param), self.layout, execution.dtype)
         functions: Sequence[Callable] = DeviceProgram(config, self.layout, self.merge, self.parameters, specs).functions()
         if "master" in config.memory.offload:
             matrices = optimizers.is_matrix(self._dims)

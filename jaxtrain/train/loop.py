@@ -177,9 +177,10 @@ class _Session:
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
             raise stop.error("", self.keeper.newest()) from None
-        except Exception as error:
-            if not isinstance(error, Stopped):
-                self.keeper.save_after_error(state, pending, self.start)
+        except Stopped:
+            raise
+        except Exception:
+            self.keeper.save_after_error(state, pending, self.start)
             raise
         finally:
             batches.close()

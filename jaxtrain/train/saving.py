@@ -60,7 +60,9 @@ class Keeper:
         self._postponed = self._failing = False  # failing: a save is, and is not to be tried again
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether the state after `step` is to be given to `save`."""
+        """Whether the state after `step` is to be given to `save`, for which the loop waits for the devices."""
+        if self._postponed and not last and self._checkpointer.busy():
+            return False
         return self._postponed or self._checkpointer.should_save(step, last)
 
     def improves(self, evaluation: dict[str, float]) -> bool:
@@ -110,11 +112,12 @@ class Keeper:
             step = int(state.step)
             if pending:
                 self.finished(pending[0], int(pending[1]["skipped_in_row"]))
-            self.judge(step, sound(state.params))
+            skipped = self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True)
+            self.judge(step, skipped or sound(state.params))
         except Exception:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
-        if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
+        if skipped or self._first_bad:
             return
         try:
             self.save(step, state, {})

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.model.batch import Batch
+from jaxtrain.parallel.sharding import ACTIVATION_RULES
 from jaxtrain.train.program import Program
 
 SHORTEST = 64  # tokens of a row; longer rows have powers of two, so that few shapes are compiled
@@ -29,8 +30,7 @@ def score(program: Program, params: Any, pairs: Sequence[tuple[Sequence[int], Se
     if any(not before or len(before) + len(after) > longest + 1 for before, after in pairs):
         raise ValueError(f"a context is empty, or with its continuation longer than model.max_len_tokens={longest} + 1")
     rest = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
-    axes = program.layout.mesh.shape
-    together = axes["data"] * axes["fsdp"] * axes["expert"]
+    together = program.layout.size(*ACTIVATION_RULES["batch"])
     while rest:
         wanted = sum(map(len, pairs[rest[0]])) - 1
         length = max(SHORTEST, 1 << (wanted - 1).bit_length())

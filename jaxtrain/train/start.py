@@ -52,6 +52,7 @@ class Start:
         text = fingerprints if len(fingerprints) > 1 else next(iter(fingerprints.values()))  # of one source as ever
         self.facts = {"data_fingerprint": text, "config": self._own, LAYER_ORDER: program.layer_order}
         self._changes: list[Change] = []
+        self._taken = ""  # the folder whose weights the run began with
         self._wanted = Wanted(self._problems, config.checkpoint.restore_step or None, self._continues, self._anew)
 
     def check(self, checkpointer: Checkpointer) -> None:
@@ -65,7 +66,7 @@ class Start:
         restored = checkpointer.restore_newest(self._program.abstract_state, self._wanted)
         source = self._config.checkpoint.init_from
         if not restored:
-            source = self._source()
+            source = self._taken = self._source()
             state = control.compiled_together(self._program.init)(self._config.train.seed)
             if source:
                 jax.tree.map(lambda x: x.delete(), (state.params, state.ema))  # room for the others
@@ -109,8 +110,8 @@ class Start:
                 with (self._workdir / HISTORY).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             configs.save(self._config, self._workdir / "config.json")
-            if self._config.checkpoint.init_from and not step:
-                carried.take_over(pathlib.Path(self._source()).expanduser(), self._workdir)
+            if self._taken:
+                carried.take_over(pathlib.Path(self._taken).expanduser(), self._workdir)
         except OSError as error:
             raise UserError(f"--workdir={self._workdir}: cannot be written ({error.strerror})") from error
 

@@ -46,7 +46,7 @@ def make_gradients(
 
         def differentiate(number, accumulated, is_last_microbatch):
             parameters = values, accumulated, is_last_microbatch, is_gathered
-            rows = jax.tree.map(lambda x: x[number], batch)
+            rows = batch.microbatch(number)
             return jax.grad(objective, has_aux=True)(gradient_buffers(is_last_microbatch), parameters, rows, facts, number)
 
         def one_of_loop(carry, number):

@@ -32,7 +32,6 @@ ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
     **{"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1},
     **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
 }
-_LARGEST_HEADER = 100 << 20
 _SHOWN = 8
 
 
@@ -65,7 +64,7 @@ def read_header(path: pathlib.Path) -> Header:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
-            if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+            if not 2 <= length <= min(size - 8, remote.LARGEST_HEADER):
                 raise UserError(f"{path}: {size:,} bytes cannot hold a header of {length:,}: damaged, or no safetensors file")
             text = file.read(length)
     except OSError as error:

@@ -238,19 +238,19 @@ def _hold(found: Mapping, leaves: Mapping, dtypes: Mapping[str, set[str]], exact
     mine = {}
     for key in list(leaves)[jax.process_index() :: jax.process_count()]:
         parts = _parts(leaves[key], found[key].stacked) if dtypes[key] else ()
-        mine[key] = all(_holds(leaves[key].read(_slices(part)), dtype, exactly) for part in parts for dtype in dtypes[key])
+        mine[key] = all(_holds(leaves[key].read(_slices(part)), dtypes[key], exactly) for part in parts)
     together: dict[str, bool] = {}
     for of_one in control.gather(mine):
         together |= of_one
     return {key: together[key] for key in leaves}
 
 
-def _holds(values: np.ndarray, dtype: str, exactly: bool) -> bool:
+def _holds(values: np.ndarray, dtypes: set[str], exactly: bool) -> bool:
     with np.errstate(over="ignore"):
-        there = values.astype(DTYPES[dtype]).astype(np.float32)
+        narrowed = [values.astype(DTYPES[dtype]).astype(np.float32) for dtype in dtypes]
     if exactly:
-        return bool(np.all((there == values) | np.isnan(values)))
-    return bool(np.all(np.isfinite(there) | ~np.isfinite(values)))
+        return all(bool(np.all((there == values) | np.isnan(values))) for there in narrowed)
+    return all(bool(np.all(np.isfinite(there) | ~np.isfinite(values))) for there in narrowed)
 
 
 def _packed(specs: list[Spec], max_bytes: int) -> list[File]:

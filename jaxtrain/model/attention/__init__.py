@@ -1,1 +1,1 @@
-"""Attention backends behind one function, `dispatch.attend`. Each honours every setting it accepts, or is refused by name."""
+"""Attention backends: a module each, with `attend`; `backend.choose` picks one. A setting that one cannot honour is refused."""

@@ -23,7 +23,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Setti
     """The output of `reference.attend`, in bfloat16 on GPUs. `attention.limits.cudnn_refusal` lists what it cannot honour."""
     seen = visible(mask)[:, None]
     out = jax.nn.dot_product_attention(_heads(q), k, v, mask=seen, scale=settings.scale, implementation="cudnn")
-    return out.reshape(q.shape)  # not named: `memory.Remat` knows what cuDNN keeps
+    return out.reshape(q.shape)  # not named: `remat.policy.Remat` knows what cuDNN keeps
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 Queries stay. Each device attends to the keys it has while the next ones are on their way, and merges what it gets by
 log-sum-exp in float32. The backward travels the ring again, keys and values and along with them the sums of their gradients,
 in float32: nothing of the whole row is ever held. What causal order hides altogether is not computed; under zig-zag placement
-(`jaxtrain.context`) every device has the same rest. Key/value heads travel as they are, not repeated for their queries.
+(`parallel.context_layout`) every device has the same rest. Key/value heads travel as they are, not repeated for their queries.
 
 With Ulysses, the devices of a group exchange heads for positions before and after; alone, it is a ring of one group.
 """

@@ -27,7 +27,7 @@ from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.parallel.parameters import subset
 from jaxtrain.parallel.sharding import STATE_AXES, TOKEN_AXES, VOCAB_AXES, Dims, Layout, make_layout
 from jaxtrain.pipeline import schedule as pipeline_schedule
-from jaxtrain.remat.activations import KEPT
+from jaxtrain.remat.activations import kept_activations
 from jaxtrain.train import optimizer as optimizers
 from jaxtrain.train.optimizer import STATE_NAMES
 
@@ -194,7 +194,7 @@ def activation_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[
         "elementwise": 2 * (4 // word + 1) * residual
         + word * b * s * ((heads + kv_heads) * m.head_dim + mlp * (4 if _gated(m) else 2)),
     }
-    names = settings.keep if settings.remat == "names" else KEPT[settings.remat]
+    names = kept_activations(settings)
     schedule = pipeline_schedule.of(config, layout.size("pipeline"))
     times, stored = (schedule.slots, shapes.layers // schedule.virtual_stages) if schedule else (1, m.num_layers)
     if schedule and config.pipeline.keep == "input":
@@ -320,7 +320,8 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
     full = config.memory.remat == "full"
     if m.num_experts:  # rows and their weights there, what the experts gave back; in the backward gradients likewise
         rows = shapes.exchange.rounds * shapes.exchange.received * shapes.word * m.embed_dim
-        kept = config.memory.remat == "none" or "expert_in" in (KEPT.get(config.memory.remat) or config.memory.keep)
+        names = kept_activations(config.memory)
+        kept = names is None or "expert_in" in names
         times = 4 + (not kept) + 2 * counts_first(config)
         layers = shapes.layers - m.dense_first_layers
         add("expert", "tokens of experts", rows, times * layers * count)
@@ -352,7 +353,7 @@ def _context_traffic(config, layout, shapes) -> dict[str, float]:
     if context.devices == 1:
         return {}
     position = shapes.rows * shapes.length * config.model.head_dim  # elements of one head
-    kept = memory.keep if memory.remat == "names" else KEPT[memory.remat]
+    kept = kept_activations(memory)
     recomputed = shapes.layers // memory.remat_every_blocks - (layout.size("pipeline") == 1)
     again = recomputed / shapes.layers if kept is not None else 0.0
     if context.method == "all_gather":

@@ -25,7 +25,7 @@ from jaxtrain.plan import compile
 from jaxtrain.plan.predict import closed_form, roofline
 from jaxtrain.plan.predict.roofline import RATES
 from jaxtrain.plan.search.advice import Change
-from jaxtrain.remat.activations import KEPT
+from jaxtrain.remat.activations import kept_activations
 from jaxtrain.train.optimizer import STATE_NAMES
 
 POLICIES = ("dots", "mlp", "full")
@@ -142,7 +142,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
 def recomputed(config: ml_collections.ConfigDict) -> tuple[float, float]:
     """What the backward computes once more: parameters that a token is multiplied with, and attention's share of layers."""
     m, settings = config.model, config.memory
-    kept = tuple(settings.keep) if settings.remat == "names" else KEPT[settings.remat]
+    kept = kept_activations(settings)
     if kept is None:
         return 0.0, 0.0
     width = (m.experts_per_token + m.num_shared_experts) * m.expert_mlp_dim if m.num_experts else m.mlp_dim
