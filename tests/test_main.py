@@ -639,7 +639,8 @@ def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_
 
 @pytest.mark.slow
 def test_adafactor_continues_to_the_bit_and_on_another_mesh(place, tmp_path):
-    settings = ("optimizer.name=adafactor", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.save_every_steps=3")
+    constant = ("optimizer.name=adafactor", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
+    settings = (*constant, "checkpoint.save_every_steps=3")
     straight = train(place, tmp_path / "straight", *settings, "train.num_steps=6")
     first = train(place, tmp_path / "first", *settings, "train.num_steps=3")
     assert (straight.code, first.code) == (0, 0), first.log
