@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.command_line import command, folder, require_ranges
-from jaxtrain.config import ConfigError, default_config
+from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.runtime import chatter
-
-MOST_DEVICES = 8
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,24 +32,18 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     require_ranges(("--minutes", args.minutes, 0, None))
     out = folder("--out", args.out)
-    config = default_config()
-    config.runtime.update(platform=args.platform, fake_devices=2 if args.platform == "cpu" else 0)
     chatter.load_jax()
     from jaxtrain.gpu_check import run, table
 
-    wanted = [check for check in table.CHECKS if args.only.lower() in f"{check.section}: {check.name}".lower()]
+    wanted = [check for check in table.CHECKS if args.only.lower() in check.title.lower()]
     if not wanted:
-        titles = ", ".join(f"{check.section}: {check.name}" for check in table.CHECKS)
+        titles = ", ".join(check.title for check in table.CHECKS)
         raise ConfigError([f"--only={args.only}: no check has it in its title; titles: {titles}"])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out={args.out}: cannot be made: {error.strerror}") from error
-    from jaxtrain.observe.progress import setup_logging
-
-    setup_logging()
-    setup = run.setup(config, out, args.minutes, MOST_DEVICES)
-    report = run.run(wanted, setup, ["python", "-m", "jaxtrain.gpu_check", *arguments])
+    report = run.Run(out, args.platform, args.minutes, ["python", "-m", "jaxtrain.gpu_check", *arguments]).all(wanted)
     if failures := report.failures():
         print("FAILED:", *failures, sep="\n  ", file=sys.stderr, flush=True)
         raise SystemExit(1)

@@ -85,14 +85,10 @@ CASES = (
 )
 
 
-def check(name: str, dtype: str):
+def check(name: str, dtype: str, setup: Setup) -> Iterator[Row]:
     """The check of one backend in one dtype."""
-
-    def function(setup: Setup) -> Iterator[Row]:
-        for one in comparisons(setup, name, dtype):
-            yield from compare(one, setup)
-
-    return function
+    for one in comparisons(setup, name, dtype):
+        yield from compare(one, setup)
 
 
 def comparisons(setup: Setup, name: str, dtype: str) -> Iterator[Comparison]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxtrain.gpu_check.records import MEASURED, OK, SLOW, Row, Setup, skipped
+from jaxtrain.gpu_check.records import MEASURED, OFF, OK, Row, Setup, skipped
 from jaxtrain.runtime import machine
 
 # Fields of nvidia-smi: name of the row, field, what has to be said about it.
@@ -38,10 +38,10 @@ def devices(setup: Setup) -> Iterator[Row]:
     if setup.on_gpu:
         known = setup.gpu is not None
         note = "" if known else "not in hardware/gpus.py: nothing can be compared with its data sheet or planned for it"
-        yield Row("row in the table of GPUs", setup.gpu.key if known else "none", verdict=OK if known else SLOW, note=note)
+        yield Row("row in the table of GPUs", setup.gpu.key if known else "none", verdict=OK if known else OFF, note=note)
     kinds = {device.device_kind for device in setup.devices}
     if len(kinds) > 1:
-        yield Row("kinds", ", ".join(sorted(kinds)), verdict=SLOW, note="unlike devices: all wait for the slowest")
+        yield Row("kinds", ", ".join(sorted(kinds)), verdict=OFF, note="unlike devices: all wait for the slowest")
     for device in setup.devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:

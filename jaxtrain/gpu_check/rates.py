@@ -6,6 +6,7 @@ written, collectives what a device sends ("bus bandwidth").
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -37,22 +38,23 @@ def array(setup: Setup, *shape: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=jax.sharding.SingleDeviceSharding(setup.devices[0]))
 
 
-def timed(programs: Callable[[Setup], Iterator[Program]]) -> Callable[[Setup], Iterator[Row]]:
-    """The check that times programs; each is a row, and `found["seconds"]` has their times by name."""
+def timed(programs: Callable[[Setup], Iterator[Program]], setup: Setup) -> Iterator[Row]:
+    """The check that times programs; each is a row. `found["work"]` keeps seconds and work by function and by program."""
+    for program in programs(setup):
+        try:
+            took = seconds(program, 0.02 if setup.small else 0.2)
+            _keep(setup, programs.__name__, program.name, took, program.work)
+        except Exception as error:  # of the compiler, a kernel or an allocator: the others go on
+            yield failed(program.name, error)
+            continue
+        if program.unit == "us":  # less is better
+            yield Row(program.name, program.in_unit(took), "us", expected=program.expected, verdict=MEASURED)
+        else:
+            yield rate(program.name, program.in_unit(took), program.unit, program.expected, f"{1e3 * took:.3g} ms")
 
-    def check(setup: Setup) -> Iterator[Row]:
-        for program in programs(setup):
-            try:
-                took = setup.found.setdefault("seconds", {})[program.name] = seconds(program, 0.02 if setup.small else 0.2)
-            except Exception as error:  # of the compiler, a kernel or an allocator: the others go on
-                yield failed(program.name, error)
-                continue
-            if program.unit == "us":  # less is better
-                yield Row(program.name, program.in_unit(took), "us", expected=program.expected, verdict=MEASURED)
-            else:
-                yield rate(program.name, program.in_unit(took), program.unit, program.expected, f"{1e3 * took:.3g} ms")
 
-    return check
+def _keep(setup: Setup, function: str, name: str, took: float, work: float) -> None:
+    setup.found.setdefault("work", {}).setdefault(function, {})[name] = took, work
 
 
 def _peak(setup: Setup, share: float, name: str = "bf16_flops") -> float | None:
@@ -69,18 +71,22 @@ def products(setup: Setup) -> Iterator[Program]:
             yield _product(setup, f"{what} {tokens}x{inner}x{outer}", (tokens, inner), (inner, outer), "BD,DF->BF")
     tokens = _sized(setup, TOKENS)
     yield _product(setup, f"gradient of up {d}x{tokens}x{f}", (tokens, d), (tokens, f), "BD,BF->DF")
+    yield _product(setup, f"alone, up {tokens}x{d}x{f}", (tokens, d), (d, f), "BD,DF->BF", alone=True)
     yield _product(setup, f"up, float32 {tokens}x{d}x{f}", (tokens, d), (d, f), "BD,DF->BF", dtype="float32")
     if setup.small or (setup.gpu and setup.gpu.fp8_flops):
-        yield _product(setup, f"up, fp8 {tokens}x{d}x{f}", (tokens, d), (d, f), "BD,DF->BF", kind="fp8")
+        shapes = (tokens, d), (d, f), "BD,DF->BF"
+        yield _product(setup, f"fp8 numbers, up {tokens}x{d}x{f}", *shapes, dtype="float8_e4m3fn")
+        yield _product(setup, f"fp8 with its scales, up {tokens}x{d}x{f}", *shapes, kind="fp8")
 
 
-def _product(setup, name, left, right, equation, kind="compute", dtype="bfloat16"):
+def _product(setup, name, left, right, equation, kind="compute", dtype="bfloat16", alone=False):
     matmul = matmul_precision.make(kind)
-    flops = 2.0 * left[0] * left[1] * right[1]
-    expected = _peak(setup, RATES.product_fp8, "fp8_flops") if kind == "fp8" else _peak(setup, RATES.product)
+    fp8, flops = kind == "fp8" or dtype.startswith("float8"), 2.0 * left[0] * left[1] * right[1]
+    expected = _peak(setup, RATES.product_fp8, "fp8_flops") if fp8 else _peak(setup, RATES.product)
     expected = expected / 2 if expected and dtype == "float32" else expected  # TF32
-    arguments = array(setup, *left, dtype=dtype), array(setup, *right, dtype=dtype)
-    return Program(name, lambda a, b: matmul(equation, a, b, a.dtype), arguments, flops, "TFLOP/s", expected)
+    arguments, out = (array(setup, *left, dtype=dtype), array(setup, *right, dtype=dtype)), "bfloat16" if fp8 else dtype
+    run = functools.partial(matmul, equation, dtype=jnp.dtype(out))
+    return Program(name, run, arguments, flops, "TFLOP/s", expected, alone)
 
 
 def attention(setup: Setup) -> Iterator[Program]:
@@ -164,8 +170,8 @@ def host_copies(setup: Setup) -> Iterator[Row]:
             "both at once, each": lambda: (jax.device_put(on_device, there), jax.device_put(on_host, here)),
         }
         for name, run in ways.items():
-            took = setup.found.setdefault("seconds", {})[f"host: {name}"] = repeated(run)
-            setup.found["host_bytes"] = size
+            took = repeated(run)
+            _keep(setup, "host_copies", name, took, size)
             yield rate(name, size / took / 1e9, "GB/s", expected)
     except Exception as error:
         yield failed("pinned copies", error)
@@ -213,4 +219,4 @@ def collective_rates(setup: Setup) -> Iterator[Row]:
     """Times of `collective_programs`."""
     if not group_sizes(setup):
         yield skipped("collectives", "one device")
-    yield from timed(collective_programs)(setup)
+    yield from timed(collective_programs, setup)

@@ -12,9 +12,10 @@ import jax
 
 from jaxtrain.hardware.gpus import Gpu
 
-# Verdicts. Only "failed" makes the command fail. "slow": under `SLOW_SHARE` of what plans assume; "measured": against nothing.
-OK, FAILED, SLOW, SKIPPED, MEASURED = "ok", "failed", "slow", "skipped", "measured"
-SLOW_SHARE = 0.5
+# Verdicts. Only "failed" makes the command fail. "off": not what plans assume; "measured": held against nothing.
+OK, FAILED, OFF, SKIPPED, MEASURED = "ok", "failed", "off", "skipped", "measured"
+SHARED, OWN, HOST = "shared", "own", "host"  # processes of checks
+SLOW_SHARE, PATIENCE_S = 0.5, 180.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Setup:
       small: shapes for CPUs, where the run itself is tried and figures mean nothing.
       gpu: the row of the table of GPUs; None: it has none, or this is a CPU.
       folder: where files go.
-      ends: value of `time.monotonic` at which the budget is spent.
+      ends: value of `time.monotonic` in this process at which the budget is spent.
       found: figures that later checks take from earlier ones, by name.
     """
 
@@ -74,13 +75,26 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One entry of the table of checks. `seconds`: about how long it takes on a GPU; `devices`: the fewest that it needs."""
+    """One entry of the table of checks.
+
+    Attributes:
+      function: can be pickled, since it runs in another process.
+      devices: the fewest that it needs.
+      process: SHARED with the checks before and after it; OWN: its own, so that the largest memory used is its own, too;
+        HOST: one that starts no GPU, and so can compile for GPUs as if there were none.
+      patience_s: without a row, after which it is taken to hang; compiling a large step takes a minute or two.
+    """
 
     section: str
     name: str
     function: Callable[[Setup], Iterator[Row]]
-    seconds: float
     devices: int = 1
+    process: str = SHARED
+    patience_s: float = PATIENCE_S
+
+    @property
+    def title(self) -> str:
+        return f"{self.section}: {self.name}"
 
 
 def within(name: str, value: float, bound: float, unit: str = "", note: str = "") -> Row:
@@ -90,7 +104,7 @@ def within(name: str, value: float, bound: float, unit: str = "", note: str = ""
 
 def rate(name: str, value: float, unit: str, expected: float | None, note: str = "") -> Row:
     """A row of something that plans assume to be `expected`; more is better."""
-    verdict = MEASURED if expected is None else OK if value >= SLOW_SHARE * expected else SLOW
+    verdict = MEASURED if expected is None else OK if value >= SLOW_SHARE * expected else OFF
     return Row(name, float(value), unit, expected=expected, verdict=verdict, note=note)
 
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.gpu_check.records import FAILED, MEASURED, OK, SKIPPED, SLOW, Check, Row
+from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SKIPPED, Row
 from jaxtrain.plan.show import page
 from jaxtrain.plan.show.content import Table
 
 SCHEMA = 1  # of the JSON; a field that changes its meaning or goes raises it
-VERDICTS = (OK, MEASURED, SLOW, FAILED, SKIPPED)
+VERDICTS = (OK, MEASURED, OFF, FAILED, SKIPPED)
 
 
 @dataclasses.dataclass
@@ -25,6 +25,7 @@ class Done:
     section: str
     name: str
     rows: list[Row] = dataclasses.field(default_factory=list)
+    began: float = 0.0  # value of `time.monotonic`
     seconds: float = 0.0
     problem: str = ""
 
@@ -113,13 +114,14 @@ def summary(report: Report) -> str:
 def render(report: Report) -> str:
     """The page."""
     about, counts = report.about, report.counts()
-    body = [f"<h1>{html.escape('GPU check: ' + about['devices'])}</h1>"]
+    title = f"GPU check: {about.get('devices', 'no devices yet')}"
+    body = [f"<h1>{html.escape(title)}</h1>"]
     body.append(page.paragraph(f"{about['began']}, {' '.join(about['command'])}, {number(about.get('seconds', 0.0))} s"))
     if about.get("warning"):
         body.append(page.paragraph(about["warning"]))
     if not report.finished:
         body.append(page.paragraph("Still running, or ended before its end: this is what there is."))
-    styles = {OK: "green", SLOW: "yellow" if counts[SLOW] else "", FAILED: "red" if counts[FAILED] else "green"}
+    styles = {OK: "green", OFF: "yellow" if counts[OFF] else "", FAILED: "red" if counts[FAILED] else "green"}
     body.append(page.cards([(styles.get(verdict, ""), str(counts[verdict]), verdict) for verdict in VERDICTS]))
     body += _list("Failed", report.failures())
     body += _list("Not run", [f"{title}: {reason}" for title, reason in report.not_run.items()])
@@ -131,7 +133,7 @@ def render(report: Report) -> str:
         body.append(f"<h3>{html.escape(done.name)} ({done.seconds:.1f} s)</h3>")
         rows = [(row.name, number(row.value), row.unit, against(row), row.verdict, row.note) for row in done.rows]
         body.append(page.table(Table(("what", ">value", "", ">held against", "verdict", "note"), rows)))
-    return page.document(f"GPU check: {about['devices']}", body)
+    return page.document(title, body)
 
 
 def _list(title: str, lines: list[str]) -> Iterator[str]:
@@ -140,20 +142,6 @@ def _list(title: str, lines: list[str]) -> Iterator[str]:
         yield "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def about(command: list[str], devices: str, warning: str = "") -> dict[str, Any]:
+def about(command: list[str], warning: str = "") -> dict[str, Any]:
     """The head of a report."""
-    return {
-        "command": command,
-        "began": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "devices": devices,
-        **({"warning": warning} if warning else {}),
-    }
-
-
-def skip_reason(check: Check, devices: int, left_s: float) -> str:
-    """Why a check is not begun; "" if it is."""
-    if check.devices > devices:
-        return f"needs {check.devices} devices, there are {devices}"
-    if left_s <= 0:
-        return "the time was spent"
-    return ""
+    return {"command": command, "began": time.strftime("%Y-%m-%d %H:%M:%S"), **({"warning": warning} if warning else {})}

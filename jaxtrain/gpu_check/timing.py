@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ class Program:
       work: FLOPs or bytes of one run on one device, or how often its smallest part is repeated.
       unit: of work a second ("TFLOP/s", "GB/s"), or of time for each part ("us").
       expected: what plans assume in that unit; None: nothing.
-      options: of the compiler.
+      alone: runs are timed one by one, with pauses, before a power limit lowers the clock.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Program:
     work: float
     unit: str
     expected: float | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    alone: bool = False
 
     def lower(self) -> jax.stages.Lowered:
         """The program, lowered for the devices of its arguments."""
@@ -48,9 +48,11 @@ class Program:
 
 def seconds(program: Program, at_least_s: float = AT_LEAST_S) -> float:
     """Seconds of a run: the median of three times several runs that are waited for together, after one to warm up."""
-    compiled = program.lower().compile(compiler_options=dict(program.options))
-    arrays = [filled(argument) for argument in program.arguments]
-    return repeated(functools.partial(compiled, *arrays), at_least_s)
+    run = functools.partial(program.lower().compile(), *map(filled, program.arguments))
+    if not program.alone:
+        return repeated(run, at_least_s)
+    jax.block_until_ready(run())
+    return min(_after_pause(run, at_least_s) for _ in range(REPEATS))
 
 
 def repeated(run: Callable[[], Any], at_least_s: float = AT_LEAST_S) -> float:
@@ -78,6 +80,11 @@ def filled(argument: jax.ShapeDtypeStruct) -> jax.Array:
 def _platform(arguments):
     platform = next(iter(arguments[0].sharding.device_set)).platform
     return "cpu" if platform == "cpu" else "cuda"
+
+
+def _after_pause(run, pause_s):
+    time.sleep(pause_s)
+    return _timed(run, 1)
 
 
 def _timed(run, count):
