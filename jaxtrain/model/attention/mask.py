@@ -30,11 +30,18 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static: the factor on q.k, the soft cap of scores (0: off), largest block of queries and of keys of `blockwise`."""
+    """Static.
+
+    Attributes:
+      scale: the factor on q.k; softcap: of scores, 0: off.
+      block: most queries, and keys, of a block of `blockwise`.
+      windows: those that layers have; `Mask.window` is one of them. (): any.
+    """
 
     scale: float
     softcap: float = 0.0
     block: int = 128
+    windows: tuple[int, ...] = ()
 
 
 def visible(mask: Mask) -> jax.Array:

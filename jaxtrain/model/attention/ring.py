@@ -5,7 +5,8 @@ log-sum-exp in float32. The backward travels the ring again, keys and values and
 in float32: nothing of the whole row is ever held. What causal order hides altogether is not computed; under zig-zag placement
 (`parallel.context_layout`) every device has the same rest. Key/value heads travel as they are, not repeated for their queries.
 
-With Ulysses, the devices of a group exchange heads for positions before and after; alone, it is a ring of one group.
+With Ulysses, the devices of a group exchange heads for positions before and after; alone, it is a ring of one group. A row that
+is whole on its device is a ring of one, for backends that have no other way to attend to it.
 """
 
 from __future__ import annotations
