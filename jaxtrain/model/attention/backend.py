@@ -24,3 +24,8 @@ def choose(config: ml_collections.ConfigDict, platform: str) -> str:
     if refusals[wanted]:
         raise ConfigError([f"runtime.attention: {wanted} cannot honour {refusals[wanted]}; use auto or reference"])
     return wanted
+
+
+def block(platform: str) -> int:
+    """Most queries, and keys, of a block of `blockwise`: what fits a CPU's caches, or takes a GPU longer than to launch it."""
+    return 128 if platform == "cpu" else 1024

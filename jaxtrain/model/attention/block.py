@@ -77,7 +77,8 @@ class Attention(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         layout = execution.layout
-        self.model, self.layout, self.backend = model, layout, execution.attention_backend
+        self.model, self.layout = model, layout
+        self.backend, self.block = execution.attention_backend, execution.attention_block
         d, n = model.embed_dim, model.num_heads
         bias = vector({"vector": d}, 0.0, layout.sequence_parallel) if model.attention_out_bias else None
         sizes = {"embed": d, "heads": n, "head_dim": self.value_dim}
@@ -135,7 +136,7 @@ class Attention(nnx.Module):
         model, layout, (q, k, v) = self.model, self.layout, inputs
         scale = model.attention_scale or model.head_dim**-0.5
         windows = tuple(sorted({spec.window for spec in layer_specs(model)}))
-        settings = Settings(scale, model.attention_softcap, windows=windows)
+        settings = Settings(scale, model.attention_softcap, self.block, windows, layout.context)
         queries, cache = Positions(rows.index, rows.segments), layer.cache
         if cache is not None:
             cache = cache.write(k, v, rows)
