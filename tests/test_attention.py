@@ -252,6 +252,9 @@ def test_a_backend_that_cannot_serve_is_refused_by_name():
     with pytest.raises(ConfigError, match="cudnn cannot honour the cpu platform"):
         backends.choose(config, "cpu")
     assert backends.choose(config, "gpu") == "cudnn"
+    with pytest.raises(ConfigError, match=r"cudnn cannot honour a GPU of compute capability 7.5 \(it needs 8.0 or later\)"):
+        backends.choose(config, "gpu", "7.5")
+    assert backends.choose(config, "gpu", "10.0") == "cudnn"
     config.model.attention_sinks = True
     with pytest.raises(ConfigError, match="cudnn cannot honour model.attention_sinks=True"):
         backends.choose(config, "gpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_collections
 
@@ -39,13 +40,16 @@ class Execution:
     exchange_rounds: int = 1
 
 
-def of_config(config: ml_collections.ConfigDict, layout: Layout, platform: str) -> Execution:
-    """The execution of a validated config. Raises ConfigError for an attention backend that cannot honour its settings."""
+def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Device) -> Execution:
+    """The execution of a validated config on such devices.
+
+    Raises ConfigError for an attention backend that cannot honour its settings.
+    """
     return Execution(
         layout,
         dtypes.compute_dtype(config),
-        choose(config, platform),
-        block(platform),
+        choose(config, device.platform, getattr(device, "compute_capability", None)),
+        block(device.platform),
         matmul_precision.make(config.precision.products),
         remat(config.memory),
         config.overlap.prefetch,

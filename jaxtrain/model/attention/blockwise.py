@@ -183,10 +183,11 @@ class _Blocks:
         def over(pairs):
             return lambda: jax.lax.scan(add, carry, pairs)[0]
 
-        if all(pairs.shape == lists[0].shape for pairs in lists):
-            return over(lists[0])()
-        which = sum(jnp.asarray(self.mask.window) >= window for window in windows[1:])
-        return jax.lax.switch(which, list(map(over, lists)))
+        run = over(lists[-1])
+        for window, pairs in zip(windows[:-1], lists[:-1], strict=True):
+            if pairs.shape != lists[-1].shape:
+                run = functools.partial(jax.lax.cond, jnp.asarray(self.mask.window) == window, over(pairs), run)
+        return run()
 
     def _pairs(self, window):
         """[n, 4] int32: the pairs that this device computes."""

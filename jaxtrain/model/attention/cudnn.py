@@ -17,6 +17,7 @@ from jaxtrain.model.attention.merge import Saved, halves, join, merge
 from jaxtrain.runtime.compat import cudnn_attention, cudnn_attention_backward
 
 SQUARE = 1024  # largest piece on the diagonal that gets a mask
+TILE = 128  # of keys; other lengths are said, since gradients by cuDNN before 9.15.1 read beyond the last tile in CUDA graphs
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
@@ -41,7 +42,7 @@ def backward(
     if not mask.causal:
         return _rectangle_backward(rows, k, v, mask.queries.segments, mask.keys.segments, settings.scale)
     if any(settings.windows):
-        return _gradients(rows, k, v, visible(mask)[:, None], None, settings.scale)
+        return _gradients(rows, k, v, visible(mask)[:, None], _whole(q), settings.scale)
     return _triangle_backward(rows, k, v, mask.queries.segments, settings.scale)
 
 
@@ -58,7 +59,7 @@ def _triangle_backward(rows, k, v, segments, scale):
     """Gradients of `_triangle` in float32. rows: q, the output and log-sum-exp of attention to all keys, its gradient."""
     q = rows[0]
     if _is_square(q.shape[1]):
-        return _gradients(rows, k, v, visible(_causal(segments))[:, None], None, scale)
+        return _gradients(rows, k, v, visible(_causal(segments))[:, None], _whole(q), scale)
     dq, dk, dv = _unfold(_triangle_backward(*_fold((rows, k, v, segments)), scale))
     (_, late), (early, _), (early_segments, late_segments) = halves(rows), halves((k, v)), halves(segments)
     more = _rectangle_backward(late, *early, late_segments, early_segments, scale)
@@ -68,8 +69,13 @@ def _triangle_backward(rows, k, v, segments, scale):
 
 def _square(q, k, v, mask, scale):
     """Attention under a mask of all scores: (output, log-sum-exp). Padding sees nothing; cuDNN would give it the mean of v."""
-    out, lse = cudnn_attention(_heads(q), k, v, visible(mask)[:, None], None, scale)
+    out, lse = cudnn_attention(_heads(q), k, v, visible(mask)[:, None], _whole(q), scale)
     return _where(mask.queries.segments > 0, out.reshape(q.shape), _grouped(lse, q))
+
+
+def _whole(q):
+    """The lengths [B] int32 of all queries and all keys, where they must be said."""
+    return None if q.shape[1] % TILE == 0 else (jnp.full(q.shape[0], q.shape[1], jnp.int32),) * 2
 
 
 def _is_square(length):

@@ -167,7 +167,7 @@ class _Steps:
         return Mask(queries, keys, self.window, causal=False)
 
     def sees(self, step: jax.Array | int) -> jax.Array:
-        """Whether, in contiguous order, the keys of a step after the first are earlier and the window reaches the last of them."""
+        """Whether, in contiguous order, the keys of a step after the first are earlier and within the window."""
         return (self.own >= step) & ((self.window == 0) | ((step - 1) * self.length + 1 < self.window))
 
     def send(self, x: jax.Array) -> jax.Array:
