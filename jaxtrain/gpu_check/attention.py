@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.gpu_check.compare import Comparison, compare
+from jaxtrain.gpu_check.groups import group_layout
 from jaxtrain.gpu_check.records import Row, Setup
 from jaxtrain.model.attention import backend, ring
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
@@ -64,6 +65,7 @@ CASES = (
     Case("a row of padding", documents=((0.5, 0.5), ()), small=True),
     Case("documents of one token", documents=((0.5, *[0.0] * 8, 0.2), (*[0.0] * 16, 0.5))),
     Case("a length of its own", documents=PACKED, length=(1000, 44)),
+    Case("an odd length", documents=PACKED, length=(1001, 45)),
     Case("head width 64", heads=(8, 2, 64), documents=PACKED),
     Case("head width 96", heads=(4, 2, 96)),
     Case("head width 192", heads=(4, 2, 192), documents=PACKED),
@@ -93,14 +95,13 @@ def check(name: str, dtype: str, setup: Setup) -> Iterator[Row]:
 
 def comparisons(setup: Setup, name: str, dtype: str) -> Iterator[Comparison]:
     """Those of one backend, with the rule's words where it refuses a case."""
-    module = ring.BACKENDS[name]
     for case in CASES:
         if setup.small and not case.small:
             continue
         run = _row if case.part == "row" else _part
         yield Comparison(
             case.name,
-            lambda *arrays, run=run, case=case: run(module, case, *arrays),
+            lambda *arrays, run=run, case=case: run(setup, name, case, *arrays),
             lambda *arrays, case=case: plain(case, *arrays),
             lambda case=case: inputs(case, setup.small, dtype),
             BOUNDS[dtype],
@@ -116,9 +117,10 @@ def refusal(setup: Setup, case: Case, name: str, dtype: str) -> str:
     config.model.update(num_heads=heads, num_kv_heads=kv_heads, head_dim=width, attention_softcap=case.softcap)
     config.model.sliding_window_tokens = int(bool(case.window))
     config.precision.compute_dtype, config.runtime.attention = dtype, name
+    config.data.seq_len_tokens = case.length[setup.small]
     config.mesh.sequence = 1 if case.part == "row" else 2
     try:
-        backend.choose(config, setup.platform)
+        backend.choose(config, setup.platform, getattr(setup.devices[0], "compute_capability", None))
     except ConfigError as error:
         return error.problems[0].partition(": ")[2].partition("; ")[0]
     return ""
@@ -141,35 +143,40 @@ def inputs(case: Case, small: bool, dtype: str) -> tuple[np.ndarray, ...]:
     return q * np.asarray(2, dtype), k, v, g, segments
 
 
-def _settings(case):
-    return Settings(case.heads[2] ** -0.5, case.softcap)
+def whole_row(setup: Setup, name: str, arrays: tuple, segments: jax.Array, window: int, softcap: float) -> jax.Array:
+    """Attention of q, k and v to whole rows, as a layer of the model has it on one device."""
+    settings = _settings(setup, arrays[0].shape[-1], softcap, window)
+    if name == "cudnn":
+        return ring.attend(*arrays, segments, jnp.int32(window), ring.Ring(group_layout(setup, 1), name, settings))[0]
+    positions = Positions(jnp.arange(segments.shape[1]), segments)
+    return ring.BACKENDS[name].attend(*arrays, Mask(positions, positions, jnp.int32(window)), settings)[0]
+
+
+def _settings(setup, width, softcap, window):
+    return Settings(width**-0.5, softcap, backend.block(setup.platform), (window,))
 
 
 def _window(case, length):
     return int(case.window * length)
 
 
-def _row(module, case, q, k, v, g, segments):
-    positions = Positions(jnp.arange(q.shape[1]), segments)
-    mask = Mask(positions, positions, jnp.int32(_window(case, segments.shape[1])))
-
-    def attend(q, k, v):
-        out = module.attend(q, k, v, mask, _settings(case))
-        return out[0] if isinstance(out, tuple) else out
+def _row(setup, name, case, q, k, v, g, segments):
+    def attend(*arrays):
+        return whole_row(setup, name, arrays, segments, _window(case, segments.shape[1]), case.softcap)
 
     out, vjp = jax.vjp(attend, q, k, v)
     return {"out": out, "gradients": vjp(g)}
 
 
-def _part(module, case, q, k, v, g, segments):
-    length, t = segments.shape[1], q.shape[1]
+def _part(setup, name, case, q, k, v, g, segments):
+    module, length, t = ring.BACKENDS[name], segments.shape[1], q.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), segments.shape)
     keys, queries = Positions(index[:, :t], segments[:, :t]), Positions(index[:, -t:], segments[:, -t:])
-    mask = Mask(queries, keys, 0, causal=case.part == "triangle")
-    out, lse = module.forward(q, k, v, mask, _settings(case))
+    mask, settings = Mask(queries, keys, 0, causal=case.part == "triangle"), _settings(setup, case.heads[2], case.softcap, 0)
+    out, lse = module.forward(q, k, v, mask, settings)
     out = out.astype(q.dtype)
     saved = Saved(out, saved_lse(lse), row_sums(g, jnp.zeros_like(lse), out), g)
-    gradients = module.backward(q, k, v, mask, _settings(case), saved)
+    gradients = module.backward(q, k, v, mask, settings, saved)
     return {"out": out, "gradients": gradients, "lse": jnp.where(jnp.isfinite(lse), lse, 0.0)}
 
 

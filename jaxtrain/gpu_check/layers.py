@@ -24,7 +24,8 @@ from flax import nnx
 
 from jaxtrain.config import default_config
 from jaxtrain.gpu_check.compare import Comparison, compare
-from jaxtrain.gpu_check.rates import COLLECTIVES, ROWS, group_layout, group_sizes
+from jaxtrain.gpu_check.groups import group_layout, group_sizes
+from jaxtrain.gpu_check.rates import COLLECTIVES, ROWS
 from jaxtrain.gpu_check.records import Row, Setup, equal, failed, skipped, within
 from jaxtrain.model import loss, matmul_precision
 from jaxtrain.model.execution import Execution

@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config import ConfigError, default_config
+from jaxtrain.gpu_check.attention import Case, refusal, whole_row
+from jaxtrain.gpu_check.groups import group_layout, group_sizes
 from jaxtrain.gpu_check.records import MEASURED, Row, Setup, failed, rate, skipped
 from jaxtrain.gpu_check.timing import Program, repeated, seconds
 from jaxtrain.hardware.rates import RATES
 from jaxtrain.model import matmul_precision
-from jaxtrain.model.attention import backend, ring
-from jaxtrain.model.attention.mask import Mask, Positions, Settings
+from jaxtrain.model.attention import ring
 from jaxtrain.parallel import collectives
-from jaxtrain.parallel import mesh as meshes
-from jaxtrain.parallel.sharding import Layout, make_layout, per_device
+from jaxtrain.parallel.sharding import per_device
 
 TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 8192, 4096, 14_336, 32, 8, 128  # of an 8B model, a row of 8192 tokens
 SMALLER = 32  # by which small setups divide sizes
@@ -96,18 +95,12 @@ def attention(setup: Setup) -> Iterator[Program]:
     q, kv = array(setup, 1, length, k, HEADS // KV_HEADS, h), array(setup, 1, length, k, h)
     flops = 2.0 * k * HEADS // KV_HEADS * length**2 * h  # two products, half of the scores
     for name in ring.BACKENDS:
-        config = default_config()
-        config.model.update(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=h)
-        config.precision.compute_dtype, config.runtime.attention = "bfloat16", name
-        try:
-            backend.choose(config, setup.platform)
-        except ConfigError:
+        case = Case("timed", heads=(HEADS, KV_HEADS, h), length=(length, length))
+        if refusal(setup, case, name, "bfloat16"):
             continue
 
-        def forward(q, k, v, module=ring.BACKENDS[name]):
-            positions = Positions(jnp.arange(length), jnp.ones((1, length), jnp.int32))
-            out = module.attend(q, k, v, Mask(positions, positions), Settings(h**-0.5))
-            return out[0] if isinstance(out, tuple) else out
+        def forward(q, k, v, name=name):
+            return whole_row(setup, name, (q, k, v), jnp.ones((1, length), jnp.int32), 0, 0.0)
 
         def both(q, k, v, g, forward=forward):
             return jax.vjp(forward, q, k, v)[1](g)
@@ -175,18 +168,6 @@ def host_copies(setup: Setup) -> Iterator[Row]:
             yield rate(name, size / took / 1e9, "GB/s", expected)
     except Exception as error:
         yield failed("pinned copies", error)
-
-
-def group_layout(setup: Setup, ways: int) -> Layout:
-    """A layout of so many of the devices along `data`."""
-    config = default_config()
-    config.mesh.data = ways
-    return make_layout(config, meshes.build(config, setup.devices[:ways]))
-
-
-def group_sizes(setup: Setup) -> list[int]:
-    """2, 4 and 8 devices, and all there are."""
-    return sorted({n for n in (2, 4, 8, len(setup.devices)) if 1 < n <= len(setup.devices)})
 
 
 ROWS = ("activation", ("batch",))
