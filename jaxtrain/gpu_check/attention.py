@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def comparisons(setup: Setup, name: str, dtype: str) -> Iterator[Comparison]:
         run = _row if case.part == "row" else _part
         yield Comparison(
             case.name,
-            lambda *arrays, run=run, case=case: run(setup, name, case, *arrays),
+            lambda *arrays, run=run, case=case: run(setup, name, case, arrays),
             lambda *arrays, case=case: plain(case, *arrays),
             lambda case=case: inputs(case, setup.small, dtype),
             BOUNDS[dtype],
@@ -148,8 +149,9 @@ def whole_row(setup: Setup, name: str, arrays: tuple, segments: jax.Array, windo
     settings = _settings(setup, arrays[0].shape[-1], softcap, window)
     if name == "cudnn":
         return ring.attend(*arrays, segments, jnp.int32(window), ring.Ring(group_layout(setup, 1), name, settings))[0]
+    module: Any = ring.BACKENDS[name]
     positions = Positions(jnp.arange(segments.shape[1]), segments)
-    return ring.BACKENDS[name].attend(*arrays, Mask(positions, positions, jnp.int32(window)), settings)[0]
+    return module.attend(*arrays, Mask(positions, positions, jnp.int32(window)), settings)[0]
 
 
 def _settings(setup, width, softcap, window):
@@ -160,7 +162,9 @@ def _window(case, length):
     return int(case.window * length)
 
 
-def _row(setup, name, case, q, k, v, g, segments):
+def _row(setup, name, case, arrays):
+    q, k, v, g, segments = arrays
+
     def attend(*arrays):
         return whole_row(setup, name, arrays, segments, _window(case, segments.shape[1]), case.softcap)
 
@@ -168,7 +172,8 @@ def _row(setup, name, case, q, k, v, g, segments):
     return {"out": out, "gradients": vjp(g)}
 
 
-def _part(setup, name, case, q, k, v, g, segments):
+def _part(setup, name, case, arrays):
+    q, k, v, g, segments = arrays
     module, length, t = ring.BACKENDS[name], segments.shape[1], q.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), segments.shape)
     keys, queries = Positions(index[:, :t], segments[:, :t]), Positions(index[:, -t:], segments[:, -t:])

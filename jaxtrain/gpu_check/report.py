@@ -50,8 +50,9 @@ class Report:
     finished: bool = False
 
     def counts(self) -> dict[str, int]:
-        """Rows by verdict."""
+        """Rows by verdict; checks that broke off have failed, too."""
         verdicts = [row.verdict for done in self.checks for row in done.rows]
+        verdicts += [FAILED for done in self.checks if done.problem]
         return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
     def failures(self) -> list[str]:
@@ -132,7 +133,10 @@ def render(report: Report) -> str:
             body.append(f"<h2>{html.escape(section.capitalize())}</h2>")
         body.append(f"<h3>{html.escape(done.name)} ({done.seconds:.1f} s)</h3>")
         rows = [(row.name, number(row.value), row.unit, against(row), row.verdict, row.note) for row in done.rows]
-        body.append(page.table(Table(("what", ">value", "", ">held against", "verdict", "note"), rows)))
+        table = page.table(Table(("what", ">value", "", ">held against", "verdict", "note"), rows))
+        for verdict, color in ((FAILED, "red"), (OFF, "yellow")):
+            table = table.replace(f'<td class="one">{verdict}</td>', f'<td class="one {color}">{verdict}</td>')
+        body.append(table)
     return page.document(title, body)
 
 
