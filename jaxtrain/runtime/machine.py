@@ -15,6 +15,8 @@ import sys
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "numpy")
 CUDA_PLUGINS = {"cuda13": "jax_cuda13_plugin", "cuda12": "jax_cuda12_plugin"}  # extra of this package: module it brings
 
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
 
 def cuda_plugin() -> str:
     """Name and version of JAX's CUDA plugin, "" when it is not installed."""
@@ -53,6 +55,12 @@ def versions() -> dict[str, str]:
     if plugin := cuda_plugin():
         found["cuda_plugin"] = plugin
     return found
+
+
+def kernels_version() -> str:
+    """Names the versions that decide which kernels XLA has: "jaxlib-0.10.2-cudnn-9.1", of cuDNN only where it is a package."""
+    parts = {"jaxlib": _version("jaxlib"), "cudnn": next(filter(None, map(_version, CUDNN)), "")}
+    return "-".join(f"{name}-{version}" for name, version in parts.items() if version)
 
 
 def devices_summary() -> str:

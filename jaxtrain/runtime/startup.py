@@ -19,10 +19,14 @@ from jaxtrain.runtime import chatter, compat, control, joining, local_devices, m
 from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
+AUTO = "auto"
 
 
-def initialize(config) -> None:
+def initialize(config, workdir: pathlib.Path | None = None) -> None:
     """Sets JAX up as `config.runtime` says and starts its devices. Call it before anything else uses JAX; twice is harmless.
+
+    Args:
+      workdir: of a run, where it keeps compiled programs by default.
 
     Raises:
       ConfigError: settings or JAX_* variables that contradict each other, or of which one is missing.
@@ -34,7 +38,7 @@ def initialize(config) -> None:
     started = compat.devices_started()
     if not started:
         _set_time_limits(settings.collective_timeout_s)
-    _use_compile_cache(settings.compile_cache_dir)
+    _use_compile_cache(settings.compile_cache_dir, workdir)
     if processes.count > 1:
         _connect(processes, settings)
     elif not started and not _on_cpu() and local_devices.asked_for(settings):
@@ -88,24 +92,29 @@ def _choose_platform(settings) -> None:
 
 
 def _set_time_limits(seconds: int) -> None:
-    """XLA's limits for a device that waits for others, 30 to 40 s by default: on few cores, or where a process compiles, some
-    come minutes after others."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    extra = [f"--{name}={value}" for name, value in compat.collective_flags(seconds).items() if name not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
+    """Sets XLA's limits for a device that waits for others. By default some are too short where devices come minutes after
+    each other, as on few cores or on many hosts, and some are endless. What XLA_FLAGS says itself stays."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    by_user = {flag.partition("=")[0] for flag in given}
+    extra = [f"--{name}={value}" for name, value in compat.collective_flags(seconds).items() if f"--{name}" not in by_user]
+    os.environ["XLA_FLAGS"] = " ".join([*given, *extra])
 
 
-def _use_compile_cache(folder: str) -> None:
+def _use_compile_cache(folder: str, workdir: pathlib.Path | None) -> None:
+    """Versions have folders of their own: XLA takes the autotuner's results from a folder whatever version wrote them."""
+    if folder == AUTO:
+        own = workdir and not jax.config.values["jax_compilation_cache_dir"]  # else the user told jax where
+        folder = str(workdir / "compile_cache") if own else ""
     if not folder:
         return
-    path = pathlib.Path(folder).expanduser().absolute()
+    path = pathlib.Path(folder).expanduser().absolute() / machine.kernels_version()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"runtime.compile_cache_dir={folder}: cannot be made: {error.strerror}: {error.filename}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"runtime.compile_cache_dir={folder}: not writable by this user")
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    compat.use_compile_cache(path)
 
 
 def _on_cpu() -> bool:
