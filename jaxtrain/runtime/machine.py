@@ -95,6 +95,22 @@ def instruction_sets() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+def host_memory_bytes() -> int | None:
+    """Memory that this process and others on its host may use together, by the kernel and by a container's limit; None where
+    neither says."""
+    found = []
+    for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = pathlib.Path(path).read_text().split()
+        except OSError:
+            continue
+        if text[0] == "MemTotal:":
+            found.append(int(text[1]) << 10)
+        elif text[0].isdecimal():
+            found.append(int(text[0]))
+    return min(found, default=None)
+
+
 def usable_cores() -> int:
     """Cores this process may use; a container often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

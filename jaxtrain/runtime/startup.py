@@ -10,23 +10,26 @@ import functools
 import logging
 import os
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine
+from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine, pinned_memory
 from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
 AUTO = "auto"
 
 
-def initialize(config, workdir: pathlib.Path | None = None) -> None:
+def initialize(config, workdir: pathlib.Path | None = None, pinned_bytes: Callable[[Any, int], int] | None = None) -> None:
     """Sets JAX up as `config.runtime` says and starts its devices. Call it before anything else uses JAX; twice is harmless.
 
     Args:
       workdir: of a run, where it keeps compiled programs by default.
+      pinned_bytes: (config, devices of all processes) -> what one of them keeps in pinned host memory.
 
     Raises:
       ConfigError: settings or JAX_* variables that contradict each other, or of which one is missing.
@@ -39,15 +42,21 @@ def initialize(config, workdir: pathlib.Path | None = None) -> None:
     if not started:
         _set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir, workdir)
+    gpus = None if started else local_devices.choose(settings, _on_cpu())
+    offloads = pinned_bytes and config.memory.offload and not _on_cpu() and machine.cuda_plugin()
+    if offloads and not started:
+        _reserve_pinned(config, len(gpus or ()), pinned_bytes)
     if processes.count > 1:
-        _connect(processes, settings)
+        _connect(processes, gpus)
     elif not started and not _on_cpu() and local_devices.asked_for(settings):
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local_devices.choose(settings))))
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus or ())))
     with chatter.hidden(config.observe.verbose):
         _start_devices(settings)
+    count = jax.local_device_count() if jax.default_backend() == "gpu" else 0
+    if offloads:  # again: the driver may have shown nothing, or JAX ran already
+        _reserve_pinned(config, count, pinned_bytes, started=True)
     if not started:
-        gpus = jax.local_device_count() if jax.default_backend() == "gpu" else 0
-        for warning in local_devices.require_all(settings, gpus, _on_cpu()):
+        for warning in local_devices.require_all(settings, count, _on_cpu()):
             log.warning("%s", warning)
     if processes.count > 1 and jax.default_backend() == "cpu":
         compat.share_cache_keys(f"{machine.cpu_name()} {machine.instruction_sets()}")
@@ -121,7 +130,12 @@ def _on_cpu() -> bool:
     return str(jax.config.values["jax_platforms"] or "") == "cpu"
 
 
-def _connect(processes: Processes, settings) -> None:
+def _reserve_pinned(config, gpus: int, pinned_bytes: Callable[[Any, int], int], started: bool = False) -> None:
+    devices = sum(control.gather(gpus))
+    pinned_memory.reserve(gpus * pinned_bytes(config, devices) if devices else 0, started)
+
+
+def _connect(processes: Processes, gpus: list[int] | None) -> None:
     """Connects JAX's own service, once, through the channel to the other processes.
 
     JAX aborts a process when its connection breaks or a peer is late, so its time limits are kept out of reach.
@@ -134,7 +148,6 @@ def _connect(processes: Processes, settings) -> None:
     channel.has_jax = True
     if jax.config.values["jax_cpu_collectives_implementation"] not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    gpus = local_devices.choose(settings, _on_cpu())
     compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index, gpus)
 
 

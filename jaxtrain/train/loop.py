@@ -57,7 +57,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     require_valid(config)
     with WorkdirLock(workdir, joining.join(config).index == 0) as lock:  # before devices start; the others hear of a refusal
         control.at_end.append(lock.release)
-        startup.initialize(config, workdir)
+        startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
         return _train(config, workdir, lock, started)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.model import execution
+from jaxtrain.model import execution, matmul_precision
 from jaxtrain.model.batch import Batch
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.inventory import Inventory
@@ -140,7 +140,11 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
     f = Functions(config, execution.of_config(config, layout, device.platform))
     once = functools.partial(jax.jit, compiler_options=compat.run_once_options(device.platform))
-    jit = functools.partial(jax.jit, compiler_options=overlap.compiler_options(config, device.platform, gpu))
+    options = overlap.compiler_options(config, device.platform, gpu)
+
+    def jit(function, **settings):
+        return jax.jit(matmul_precision.products_in(f.execution.dtype)(function), compiler_options=options, **settings)
+
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     return Program(
         config=config,
