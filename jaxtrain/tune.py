@@ -45,6 +45,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cache", default="~/.cache/jaxtrain/tune", help="folder for compiled results")
     parser.add_argument("--limit_s", type=float, default=480.0, help="no compilation begins after so many seconds")
     parser.add_argument("--most", type=int, default=24, help="compilations at most")
+    parser.add_argument(
+        "--rates", default="", help="file of rates measured on this GPU, for the times; without it: planned ones"
+    )
     config, args = load_config(arguments, parser)
     require_ranges(("--limit_s", args.limit_s, 0, None), ("--most", args.most, 1, None))
     cache, out = folder("--cache", args.cache), writable("--out", args.out)  # now: a search takes minutes
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     setup_logging()
     if reason := compile.unavailable():
         raise UserError(reason)
-    topology = compile.parse_topology(args.topology)
+    topology = compile.parse_topology(args.topology, args.rates)
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)  # a table of "da…" says nothing; a narrow terminal wraps its lines
     columns = (

@@ -11,6 +11,7 @@ from hlo_text import module
 from planned import config, needs_plugin, program
 
 from jaxtrain.hardware import gpus as hardware
+from jaxtrain.hardware.rates import RATES
 from jaxtrain.model import vocabulary
 from jaxtrain.parallel import parameters as weights
 from jaxtrain.parallel.collectives import all_gather
@@ -94,7 +95,7 @@ def test_links():
     assert links.members(("tensor",)) == [0, 1] and not links.crosses(("tensor",))
     assert sorted(links.members(("fsdp",))) == list(range(0, 16, 2)) and links.crosses(("fsdp",))
     assert sorted(links.members(("data",))) == [0, 16, 32, 48]
-    rates = roofline.RATES
+    rates = RATES
     assert links.rate(("tensor",)) == rates.nvlink * h100.nvlink_bytes_per_s
     # Four of the eight members of fsdp share a node, so four network adapters carry a ring of each group.
     assert links.rate(("fsdp",)) == rates.network * h100.network_bytes_per_s * 4
@@ -117,7 +118,7 @@ def test_time_of_a_collective():
     assert seconds("all-gather", ("data",), 2**26, 4) > 8 * seconds("all-gather", ("tensor",), 2**26, 4), (
         "the network is slower"
     )
-    assert seconds("all-gather", ("tensor",), 8, 2) >= roofline.RATES.collective_s, "small ones cost their latency"
+    assert seconds("all-gather", ("tensor",), 8, 2) >= RATES.collective_s, "small ones cost their latency"
 
 
 @needs_plugin

@@ -11,8 +11,8 @@ import jax
 import pytest
 from planned import compiled, needs_plugin, plan
 
+from jaxtrain.hardware.rates import RATES
 from jaxtrain.parallel.scopes import LOSS, OPTIMIZER, WEIGHTS
-from jaxtrain.plan.predict.roofline import RATES
 from jaxtrain.plan.read import buffers, collectives, hlo, memory, origin
 from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.remat.activations import ACTIVATIONS

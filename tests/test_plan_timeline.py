@@ -6,8 +6,8 @@ import pytest
 from hlo_text import module, named
 
 from jaxtrain.hardware import gpus as hardware
+from jaxtrain.hardware.rates import RATES
 from jaxtrain.plan.predict import roofline, timeline
-from jaxtrain.plan.predict.roofline import RATES
 from jaxtrain.plan.read.collectives import collectives
 
 H100 = hardware.by_key("h100")

@@ -15,9 +15,9 @@ from jaxtrain import config as configs
 from jaxtrain import tune
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.hardware.rates import RATES
 from jaxtrain.plan import compile
 from jaxtrain.plan.predict import closed_form
-from jaxtrain.plan.predict.roofline import RATES
 from jaxtrain.plan.search import candidates, search
 from jaxtrain.plan.search.advice import Change
 from jaxtrain.plan.study import RESERVED_BYTES, usable_bytes

@@ -25,6 +25,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--html", default="", help="also write a page to this file, to be opened in a browser")
     parser.add_argument("--compare", default="", help="KEY or KEY=A,B,C: plan each value of a setting, in one table")
     parser.add_argument("--advise_s", type=float, default=20.0, help="time for compiling alternatives, in seconds; 0: none")
+    parser.add_argument(
+        "--rates", default="", help="file of rates measured on this GPU, for the times; without it: planned ones"
+    )
     config, args = load_config(arguments, parser)
     require_ranges(("--advise_s", args.advise_s, 0, None))
     json_file, page_file = (path and writable(flag, path) for flag, path in (("--json", args.json), ("--html", args.html)))
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 
     setup_logging()
     console = Console(highlight=False)
-    topology = compile.parse_topology(args.topology)
+    topology = compile.parse_topology(args.topology, args.rates)
     if args.compare:
         console.print(report.drawn(compare.table(compare.compare(config, topology, args.compare))))
         return

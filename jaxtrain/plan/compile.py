@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import os
 import pathlib
 import re
 import tempfile
@@ -23,6 +24,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.hardware.rates import PLANNED, Basis, load
 from jaxtrain.model.moe.experts import OVERFLOW
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.sharding import DescribedHost
@@ -37,11 +39,12 @@ NEEDED_OPTIONS = {"xla_gpu_autotune_level": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A cluster of one kind of GPU."""
+    """A cluster of one kind of GPU, and what predicted times on it rest on."""
 
     gpu: Gpu
     nodes: int
     per_node: int
+    basis: Basis = PLANNED
 
     @property
     def size(self) -> int:
@@ -96,15 +99,17 @@ class Compiled:
         return collectives.collectives(self.module, self.mesh_shape)
 
 
-def parse_topology(text: str) -> Topology:
-    """ "h200:4x8" is 4 nodes of 8 H200. Raises ConfigError."""
+def parse_topology(text: str, rates: str | os.PathLike = "") -> Topology:
+    """ "h200:4x8" is 4 nodes of 8 H200, with the rates in a file that was measured on one, or planned ones. Raises ConfigError,
+    UserError for a file that cannot be read."""
     match = re.fullmatch(r"([\w-]+):([1-9]\d*)x([1-9]\d*)", text)
     if not match:
         raise ConfigError([f"topology {text!r}: write GPU:NODESxGPUS_PER_NODE, as h200:1x8"])
     try:
-        return Topology(hardware.by_key(match[1]), int(match[2]), int(match[3]))
+        gpu = hardware.by_key(match[1])
     except ValueError as error:
         raise ConfigError([f"topology {text!r}: {error}"]) from error
+    return Topology(gpu, int(match[2]), int(match[3]), load(rates, gpu.key))
 
 
 def describe(gpu_name: str, nodes: int, per_node: int) -> list[jax.Device]:

@@ -101,6 +101,6 @@ def _traced(program, proto, topology, closed) -> Communication:
 
 def _communication(program, proto, topology, closed) -> Communication:
     module, shape = hlo.read(proto), dict(program.layout.mesh.shape)
-    links = roofline.Links(topology.gpu, topology.per_node, shape)
+    links = roofline.Links(topology.gpu, topology.per_node, shape, topology.basis.rates)
     found, dtype = collectives.collectives(module, shape), program.config.precision.compute_dtype
     return communication.communication(module, found, {}, links, local_shapes(program), closed.axis_bytes(), dtype)

@@ -123,7 +123,7 @@ def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, n
     compiled = compile.compile_step(config, topology)
     compiled_at = time.monotonic()
     module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
-    links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape)
+    links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape, topology.basis.rates)
     found, trips = compiled.collectives(), key_blocks(config, compiled.mesh_shape["sequence"])
     predicted = timeline.simulate(module, found, links, trips, busy=compiled.shares[1])
     ledger = memory.ledger(compiled.assignment, module, shapes, compiled.mesh_shape)

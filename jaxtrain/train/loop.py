@@ -57,6 +57,9 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     require_valid(config)
     with WorkdirLock(workdir, joining.join(config).index == 0) as lock:  # before devices start; the others hear of a refusal
         control.at_end.append(lock.release)
+        control.agree({"--workdir": str(workdir.resolve())})
+        if config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes:
+            lock.require_shared()
         startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
@@ -67,7 +70,7 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
     """The part of `run` that has devices, in a workdir that is locked for this run."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
-    control.agree({"--workdir": str(workdir.resolve())} | prints)
+    control.agree(prints)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
     start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)

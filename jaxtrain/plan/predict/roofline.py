@@ -1,8 +1,7 @@
-"""How long an operation takes on a GPU: arithmetic and memory traffic read from HLO, at rates from one table of constants.
+"""How long an operation takes on a GPU: arithmetic and memory traffic read from HLO, at the rates of `hardware.rates`.
 
 The roofline model (Williams et al. 2009): an operation takes the longer of its arithmetic and its memory traffic, and no less
 than a kernel's launch. Collectives follow the usual model of rings: a latency per step and bytes over the slowest link.
-`RATES` are shares of data-sheet peaks as commonly reached, not measured here: a measured run should replace them.
 """
 
 from __future__ import annotations
@@ -13,30 +12,9 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.hardware.rates import RATES, Rates
 from jaxtrain.plan.read.collectives import Collective, kind
 from jaxtrain.plan.read.hlo import Computation, Instruction, Module
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """What of a data sheet's peaks is reached, and what every operation costs besides."""
-
-    product: float = 0.72  # of peak arithmetic, large matrix products
-    attention: float = 0.55  # of peak arithmetic, fused attention, forward
-    attention_backward: float = 0.45
-    memory: float = 0.80  # of peak memory bandwidth
-    nvlink: float = 0.80  # of a direction's bandwidth
-    network: float = 0.85
-    host: float = 0.6875  # of a direction's bandwidth, for both directions together
-    kernel_s: float = 2.5e-6  # launch to launch of the shortest kernel
-    collective_s: float = 12e-6  # start of a collective
-    nvlink_step_s: float = 1.0e-6  # per step of a ring
-    network_step_s: float = 6.0e-6
-    slowed: float = 1.05  # computing beside a collective, which takes some multiprocessors and bandwidth
-
-
-RATES = Rates()
-ERROR_BAND = 0.25  # of a predicted step time, either way: an estimate, see docs/plan.md
 
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier iota "

@@ -2,7 +2,7 @@
 
 An operation starts when the one before it ends; a collective starts when its link is free and the computation waits for it
 only where the schedule has its end. A loop's second iteration stands for all that follow. The result is an estimate by
-`roofline`'s constants: good for comparing layouts of one model, less for the absolute time.
+the rates of `hardware.rates`: good for comparing layouts of one model, less for the absolute time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from jaxtrain.plan.predict import roofline
-from jaxtrain.plan.predict.roofline import RATES, Links, Rates
+from jaxtrain.plan.predict.roofline import Links
 from jaxtrain.plan.read import hlo
 from jaxtrain.plan.read.collectives import Collective
 from jaxtrain.plan.read.hlo import Computation, Instruction, Module
@@ -68,7 +68,6 @@ def simulate(
     collectives: list[Collective],
     links: Links,
     unknown_trips: int = 1,
-    rates: Rates = RATES,
     busy: Mapping[str, float] | None = None,
 ) -> Timeline:
     """The timeline of a scheduled program.
@@ -78,7 +77,7 @@ def simulate(
       unknown_trips: iterations of loops whose number only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, rates, busy or {})
+    simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, busy or {})
     simulation.run(module.computations[module.entry])
     total = simulation.total
     runs = {c.id: c.executions for c in reversed(collectives)}
@@ -110,9 +109,9 @@ class _Loop:
 
 
 class _Simulation:
-    def __init__(self, module, collectives, links, unknown_trips, rates, busy):
+    def __init__(self, module, collectives, links, unknown_trips, busy):
         self.module, self.collectives, self.links, self.unknown_trips = module, collectives, links, unknown_trips
-        self.rates, self.busy = rates, busy
+        self.rates, self.busy = links.rates, busy
         self.now = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
         self.pending: dict[int, tuple[float, int | None]] = {}  # start -> when it ends, which collective

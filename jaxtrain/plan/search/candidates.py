@@ -23,7 +23,6 @@ from jaxtrain.model.mlp import GATED
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.plan import compile
 from jaxtrain.plan.predict import closed_form, roofline
-from jaxtrain.plan.predict.roofline import RATES
 from jaxtrain.plan.search.advice import Change
 from jaxtrain.remat.activations import kept_activations
 from jaxtrain.train.optimizer import STATE_NAMES
@@ -119,21 +118,21 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     attention = flops.attention_flops(m, tokens, config.data.seq_len_tokens)
     products = flops.step_flops(inventory.of_model(m, config.train.frozen), tokens, config.data.seq_len_tokens) - attention
     parameters, share = recomputed(config)
-    peak = topology.gpu.bf16_flops * topology.size
-    compute = (products + 2 * parameters * tokens) / (RATES.product * peak)
+    rates, peak = topology.basis.rates, topology.gpu.bf16_flops * topology.size
+    compute = (products + 2 * parameters * tokens) / (rates.product * peak)
     # Forward 4, backward 10 of what the model's 12 stand for. A mask of the whole row is not skipped: all scores, not half.
     in_parts = closed.mesh["sequence"] > 1 and context.method(config) != "all_gather"
     unfused = UNFUSED if cudnn_refusal(config) or config.runtime.attention not in ("auto", "cudnn") else 1.0
-    forward = 4 / 12 * (1 + share) / RATES.attention + 10 / 12 / RATES.attention_backward
+    forward = 4 / 12 * (1 + share) / rates.attention + 10 / 12 / rates.attention_backward
     compute += unfused * (1 if in_parts else 2) * attention * forward / peak
-    links = roofline.Links(topology.gpu, topology.per_node, closed.mesh)
+    links = roofline.Links(topology.gpu, topology.per_node, closed.mesh, rates)
     waited = hidden = 0.0
     for axes, size in closed.axis_bytes().items():
         on_wire = size / links.rate(tuple(axes.split("+")))
         exposed = EXPOSED.get(axes, EXPOSED["data"])
         waited += exposed * on_wire
         hidden += (1 - exposed) * on_wire
-    host = RATES.host * topology.gpu.host_bytes_per_s
+    host = rates.host * topology.gpu.host_bytes_per_s
     copied = 2 * closed.host.get("activations", 0) * config.train.accumulation_steps / host
     state = (3 * closed.host.get("master", 0) + 2 * sum(closed.host.get(row, 0) for row in ("ema", *STATE_NAMES))) / host
     return max(compute, hidden, copied) + waited + state

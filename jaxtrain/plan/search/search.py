@@ -186,8 +186,14 @@ def _compiled(config, topology, candidate: Candidate) -> Result:
 
 
 def _key(config, topology, change: Change) -> str:
-    """Of everything that a result depends on: settings, cluster, jax, and the code of this package."""
-    parts = [changed(config, change).to_json(sort_keys=True), str(topology), jax.__version__, _code()]
+    """Of everything that a result depends on: settings, cluster, rates, jax, and the code of this package."""
+    parts = [
+        changed(config, change).to_json(sort_keys=True),
+        str(topology),
+        repr(topology.basis.rates),
+        jax.__version__,
+        _code(),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
-from jaxtrain.plan.predict.roofline import ERROR_BAND
 from jaxtrain.plan.read.memory import ROWS
 from jaxtrain.plan.search.advice import Alternative
 from jaxtrain.plan.show import pipeline
@@ -189,10 +188,11 @@ def _time(plan: Plan) -> Section:
     split = [f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds or name in ("products", "attention")]
     return Section(
         "time",
-        f"Time, predicted to within about {100 * ERROR_BAND:.0f}% (not measured: shares of data-sheet peaks)",
+        f"Time, predicted to within about {100 * plan.topology.basis.error_band:.0f}%",
         notes=(
             f"step {1e3 * t.step_s:,.0f} ms · {quantity(plan.tokens_per_s)} tokens/s · MFU {percent(plan.mfu)}{plan.mfu_of} · "
             f"{100 * plan.recomputed_flops:.0f}% more FLOPs than the model's",
             " · ".join([*split, f"communication, hidden or not, {ms(t.communication_s)}"]),
+            f"Rates: {plan.topology.basis}",
         ),
     )

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.plan.predict.roofline import ERROR_BAND, RATES
 from jaxtrain.plan.search.advice import Alternative
 from jaxtrain.plan.show import pipeline
 from jaxtrain.plan.show.content import SHOWN_BUFFERS
@@ -18,6 +17,7 @@ _TIMES = ("step_s", "product_s", "attention_s", "memory_s", "exposed_s", "bubble
 
 def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
     """The whole plan. What only a compiler says is None without one, or an empty list."""
+    basis = plan.topology.basis
     ledger, sent, t = plan.ledger, plan.communication, plan.timeline
 
     def of(part, *names):
@@ -53,8 +53,9 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
         },
         "schedule": pipeline.as_json(plan.schedule) if plan.schedule else None,
         "time": {
-            "error_band": ERROR_BAND,
-            "rates": dataclasses.asdict(RATES),
+            "error_band": basis.error_band,
+            "rates": dataclasses.asdict(basis.rates),
+            "measured": dataclasses.asdict(basis.measured) if basis.measured else None,
             **(of(t, *_TIMES) if t else {}),
             **of(plan, "tokens_per_s", "mfu"),
             "recomputed_share": plan.recomputed_flops,

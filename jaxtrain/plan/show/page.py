@@ -7,7 +7,6 @@ import importlib.resources
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
-from jaxtrain.plan.predict.roofline import ERROR_BAND
 from jaxtrain.plan.search.advice import Alternative
 from jaxtrain.plan.show import drawings
 from jaxtrain.plan.show.content import RESERVED_BYTES, STYLES, Section, Table, gib, heading, ms, room, sections
@@ -60,7 +59,7 @@ def _cards(plan: Plan) -> str:
     ]
     if t := plan.timeline:
         cards += [
-            ("", f"{1e3 * t.step_s:,.0f} ms", f"a step, ±{100 * ERROR_BAND:.0f}%"),
+            ("", f"{1e3 * t.step_s:,.0f} ms", f"a step, ±{100 * plan.topology.basis.error_band:.0f}%"),
             ("", quantity(plan.tokens_per_s), "tokens/s"),
             ("", percent(plan.mfu), f"MFU{plan.mfu_of}, causal half counted"),
             ("", ms(t.exposed_s), f"exposed of {ms(t.communication_s)} communication"),
