@@ -13,7 +13,6 @@ import ml_collections
 from jaxtrain.hardware import flops
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.model import inventory
-from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.plan import compile
@@ -119,8 +118,8 @@ def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, n
     compiled_at = time.monotonic()
     module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape, topology.basis.rates)
-    found, trips = compiled.collectives(), key_blocks(config, compiled.mesh_shape["sequence"])
-    predicted = timeline.simulate(module, found, links, trips, busy=compiled.shares[1])
+    found = compiled.collectives()
+    predicted = timeline.simulate(module, found, links, busy=compiled.shares[1])
     ledger = memory.ledger(compiled.assignment, module, shapes, compiled.mesh_shape)
     sent = communication.communication(module, found, predicted.waits, links, shapes, closed.axis_bytes(), dtype)
     done = time.monotonic()
@@ -133,35 +132,18 @@ def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, n
         communication=sent,
         timeline=predicted,
         seconds=seconds | {"read": done - compiled_at, "total": done - started},
-        notes=_notes(config, closed, ledger, predicted, trips),
+        notes=_notes(config, closed, ledger),
     )
 
 
-def key_blocks(config: ml_collections.ConfigDict, sequence: int) -> int:
-    """How many blocks of keys a block of queries sees in blockwise attention, in rows of one document: the mean over layers and
-    queries, on the last of the devices that share a row, which has most to do."""
-    m, length = config.model, config.data.seq_len_tokens
-    seen = flops.attention_flops(m, 1, length) / (12 * m.num_layers * m.num_heads * m.head_dim)
-    if not m.sliding_window_tokens:
-        seen *= 2 - 1 / sequence
-    return math.ceil(seen / min(blockwise.Settings.block, length))
-
-
-def _notes(
-    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, predicted: Timeline, trips: int
-) -> tuple[str, ...]:
-    notes = []
-    if missing := sum(size for row, size in closed.host.items() if row not in ledger.host):
-        notes.append(
-            f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
-            f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device"
-        )
-    if predicted.uncounted_loops:
-        notes.append(
-            f"{predicted.uncounted_loops} loops end when their data say so (attention that skips masked blocks): each "
-            f"counts as {trips} iterations, those of rows of one document"
-        )
-    return tuple(notes)
+def _notes(config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger) -> tuple[str, ...]:
+    missing = sum(size for row, size in closed.host.items() if row not in ledger.host)
+    if not missing:
+        return ()
+    return (
+        f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
+        f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device",
+    )
 
 
 def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: str) -> dict[str, Any]:

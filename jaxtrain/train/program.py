@@ -138,7 +138,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
     gpu = hardware.find(device.device_kind)
     if config.precision.products == "fp8" and gpu and not gpu.fp8_flops:
         raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
-    f = Functions(config, execution.of_config(config, layout, device.platform))
+    f = Functions(config, execution.of_config(config, layout, device))
     once = functools.partial(jax.jit, compiler_options=compat.run_once_options(device.platform))
     options = overlap.compiler_options(config, device.platform, gpu)
 

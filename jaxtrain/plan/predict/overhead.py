@@ -57,7 +57,7 @@ def overhead(
         "context": CONTEXT_BYTES,
         "nccl": sum(communicator_bytes(axes, links) for axes in set(groups)),
         "graphs": kernels * GRAPH_BYTES_PER_KERNEL,
-        "cudnn": attention_workspace_bytes(config, closed.mesh),
+        "cudnn": attention_workspace_bytes(config, links),
     }
     return {row: size for row, size in sizes.items() if size}
 
@@ -72,15 +72,15 @@ def communicator_bytes(axes: tuple[str, ...], links: Links) -> int:
     return NODE_CONNECTIONS * CONNECTION_BYTES + sharp
 
 
-def attention_workspace_bytes(config: ml_collections.ConfigDict, mesh: dict[str, int]) -> int:
+def attention_workspace_bytes(config: ml_collections.ConfigDict, links: Links) -> int:
     """cuDNN's workspace in attention's backward, 0 where another backend attends.
 
     Per query head and position of the device, in float32: the sums of the gradient of the query, of head_dim elements, and
     the product of output and its gradient (Dao 2023, "FlashAttention-2", algorithm 2).
     """
-    if choose(config, "cuda") != "cudnn":
+    if choose(config, "cuda", links.gpu.compute_capability) != "cudnn":
         return 0
-    m, data = config.model, config.data
+    m, data, mesh = config.model, config.data, links.mesh_shape
     rows = data.global_batch_rows // config.train.accumulation_steps // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     heads = math.ceil(m.num_heads / mesh["tensor"])
     return 4 * rows * (data.seq_len_tokens // mesh["sequence"]) * heads * (m.head_dim + 1)
