@@ -61,6 +61,7 @@ def _remat(policy):
 DENSE = (
     Step("llama3_1b", (_remat("full"),), small=True),
     Step("llama3_1b", (_remat("dots"),)),
+    Step("llama3_1b", (_remat("full"), ("runtime.deterministic", True))),
     Step("llama3_1b", (_remat("dots"), ("runtime.attention", "blockwise"))),
     Step("8B wide", (_remat("full"),)),
     Step("8B wide", (_remat("mlp"),)),
@@ -119,7 +120,7 @@ def measure(step: Step, setup: Setup) -> Iterator[Row]:
         sums.append([losses[-1], *jax.device_get(_sums(state.params))])
     same = equal("the same step twice, loss and weights", sums[0] == sums[1])
     note = "" if sums[0] == sums[1] else "to be expected on GPUs without XLA's deterministic settings"
-    yield same if _deterministic(config) or not setup.on_gpu else dataclasses.replace(same, verdict=MEASURED, note=note)
+    yield same if config.runtime.deterministic or not setup.on_gpu else dataclasses.replace(same, verdict=MEASURED, note=note)
     times: list[float] = []
     while sum(times) < (0.5 if setup.small else STEPS_S) and len(times) < MOST_STEPS:
         began = time.monotonic()
@@ -159,10 +160,6 @@ def _time(setup: Setup, step: Step, program: Program, took: float, planned: Mapp
     expected = planned.get("step_s")
     verdict = MEASURED if expected is None else OK if abs(took / expected - 1) <= ERROR_BAND else OFF
     return Row("step", 1e3 * took, "ms", expected=expected and 1e3 * expected, verdict=verdict, note=note)
-
-
-def _deterministic(config: ml_collections.ConfigDict) -> bool:
-    return bool(config.runtime.get("deterministic", False))
 
 
 @jax.jit

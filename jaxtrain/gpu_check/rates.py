@@ -67,18 +67,19 @@ def products(setup: Setup) -> Iterator[Program]:
     d, f, qkv = _sized(setup, WIDTH), _sized(setup, HIDDEN), _sized(setup, WIDTH + 2 * KV_HEADS * HEAD)
     for tokens in (_sized(setup, TOKENS), _sized(setup, TOKENS // 8)):
         for what, inner, outer in (("qkv", d, qkv), ("out", d, d), ("up", d, f), ("down", f, d)):
-            yield _product(setup, f"{what} {tokens}x{inner}x{outer}", (tokens, inner), (inner, outer), "BD,DF->BF")
+            yield _product(setup, f"{what} {tokens}x{inner}x{outer}", ((tokens, inner), (inner, outer)))
     tokens = _sized(setup, TOKENS)
-    yield _product(setup, f"gradient of up {d}x{tokens}x{f}", (tokens, d), (tokens, f), "BD,BF->DF")
-    yield _product(setup, f"alone, up {tokens}x{d}x{f}", (tokens, d), (d, f), "BD,DF->BF", alone=True)
-    yield _product(setup, f"up, float32 {tokens}x{d}x{f}", (tokens, d), (d, f), "BD,DF->BF", dtype="float32")
+    yield _product(setup, f"gradient of up {d}x{tokens}x{f}", ((tokens, d), (tokens, f)), "BD,BF->DF")
+    yield _product(setup, f"alone, up {tokens}x{d}x{f}", ((tokens, d), (d, f)), alone=True)
+    yield _product(setup, f"up, float32 {tokens}x{d}x{f}", ((tokens, d), (d, f)), dtype="float32")
     if setup.small or (setup.gpu and setup.gpu.fp8_flops):
-        shapes = (tokens, d), (d, f), "BD,DF->BF"
-        yield _product(setup, f"fp8 numbers, up {tokens}x{d}x{f}", *shapes, dtype="float8_e4m3fn")
-        yield _product(setup, f"fp8 with its scales, up {tokens}x{d}x{f}", *shapes, kind="fp8")
+        shapes = (tokens, d), (d, f)
+        yield _product(setup, f"fp8 numbers, up {tokens}x{d}x{f}", shapes, dtype="float8_e4m3fn")
+        yield _product(setup, f"fp8 with its scales, up {tokens}x{d}x{f}", shapes, kind="fp8")
 
 
-def _product(setup, name, left, right, equation, kind="compute", dtype="bfloat16", alone=False):
+def _product(setup, name, shapes, equation="BD,DF->BF", kind="compute", dtype="bfloat16", alone=False):
+    left, right = shapes
     matmul = matmul_precision.make(kind)
     fp8, flops = kind == "fp8" or dtype.startswith("float8"), 2.0 * left[0] * left[1] * right[1]
     expected = _peak(setup, RATES.product_fp8, "fp8_flops") if fp8 else _peak(setup, RATES.product)

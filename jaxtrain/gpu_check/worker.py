@@ -40,7 +40,7 @@ def begin(platform: str, without_devices: bool, folder: pathlib.Path, left_s: fl
         return Setup((), platform == "cpu", None, folder, ends, found)
     config = default_config()
     config.runtime.update(platform=platform, fake_devices=FAKE_DEVICES if platform == "cpu" else 0)
-    startup.initialize(config)
+    startup.initialize(config, folder)
     devices = tuple(jax.local_devices()[:MOST_DEVICES])
     gpu = None if platform == "cpu" else gpus.find(devices[0].device_kind)
     found |= {"gpu": gpu.key if gpu else "", "count": len(devices)}
