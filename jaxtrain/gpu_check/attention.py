@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +96,7 @@ def check(name: str, dtype: str, setup: Setup) -> Iterator[Row]:
 def comparisons(setup: Setup, name: str, dtype: str) -> Iterator[Comparison]:
     """Those of one backend, with the rule's words where it refuses a case."""
     for case in CASES:
-        if setup.small and not case.small:
+        if setup.small and (not case.small or dtype == "float32" and case.part != "row"):
             continue
         run = _row if case.part == "row" else _part
         yield Comparison(
@@ -146,12 +145,12 @@ def inputs(case: Case, small: bool, dtype: str) -> tuple[np.ndarray, ...]:
 
 def whole_row(setup: Setup, name: str, arrays: tuple, segments: jax.Array, window: int, softcap: float) -> jax.Array:
     """Attention of q, k and v to whole rows, as a layer of the model has it on one device."""
-    settings = _settings(setup, arrays[0].shape[-1], softcap, window)
+    (q, k, v), module = arrays, ring.BACKENDS[name]
+    settings = _settings(setup, q.shape[-1], softcap, window)
     if name == "cudnn":
-        return ring.attend(*arrays, segments, jnp.int32(window), ring.Ring(group_layout(setup, 1), name, settings))[0]
-    module: Any = ring.BACKENDS[name]
+        return ring.attend(q, k, v, segments, jnp.int32(window), ring.Ring(group_layout(setup, 1), name, settings))[0]
     positions = Positions(jnp.arange(segments.shape[1]), segments)
-    return module.attend(*arrays, Mask(positions, positions, jnp.int32(window)), settings)[0]
+    return module.attend(q, k, v, Mask(positions, positions, jnp.int32(window)), settings)[0]
 
 
 def _settings(setup, width, softcap, window):

@@ -19,12 +19,13 @@ from jaxtrain.train.program import build_program
 LARGEST = 12
 # Class of a kernel: the first whose pattern its name has. Names are those of kernels on GPUs, of operations on CPUs.
 CLASSES = {
-    "collectives": r"nccl|all-gather|all-reduce|reduce-scatter|all-to-all|collective|ppermute|psum",
+    "collectives": r"nccl|all[-_](gather|reduce|to[-_]all)|reduce[-_]scatter|collective|ppermute|psum",
     "attention": r"fmha|flash|sdpa|attention|cudnn_generated",
     "products": r"gemm|cutlass|nvjet|cublas|wgmma|xmma|matmul|(^|[_.])dot|ragged",
     "copies": r"memcpy|memset|^copy|_copy|infeed",
     "memory-bound": r"fusion|reduce|transpose|scatter|gather|sort|loop_|input_|broadcast|convert|concatenate|slice|select|scan",
 }
+CONTAINERS = "while|call|conditional"  # on CPUs operations whose time is that of others
 PLANNED = {"products": "product_s", "attention": "attention_s", "memory-bound": "memory_s"}  # figures of `models.plans`
 
 
@@ -61,7 +62,7 @@ def kernels(profile: jax.profiler.ProfileData) -> Iterator[tuple[str, float, flo
             if on_gpu and not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                if on_gpu or any(key == "hlo_op" for key, _ in event.stats):
+                if on_gpu or (any(key == "hlo_op" for key, _ in event.stats) and not re.match(CONTAINERS, event.name)):
                     yield event.name, event.start_ns, event.start_ns + event.duration_ns
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ class Program:
     """Something to be timed.
 
     Attributes:
-      arguments: shapes, dtypes and shardings of the function's arrays; they get normal random numbers, integers 1.
+      arguments: shapes, dtypes and shardings of the function's arrays; they get numbers from -1 to 1, integers 1.
       work: FLOPs or bytes of one run on one device, or how often its smallest part is repeated.
       unit: of work a second ("TFLOP/s", "GB/s"), or of time for each part ("us").
       expected: what plans assume in that unit; None: nothing.
@@ -72,7 +73,8 @@ def filled(argument: jax.ShapeDtypeStruct) -> jax.Array:
     def make():
         if jnp.issubdtype(argument.dtype, jnp.integer):
             return jnp.ones(argument.shape, argument.dtype)
-        return jax.random.normal(jax.random.key(0), argument.shape, jnp.bfloat16).astype(argument.dtype)
+        bits = jax.lax.iota(jnp.uint32, math.prod(argument.shape)) * jnp.uint32(2_654_435_761)  # Knuth's hash
+        return (bits.astype(jnp.int32) * 2.0**-31).astype(argument.dtype).reshape(argument.shape)
 
     return jax.jit(make, out_shardings=argument.sharding)()
 
