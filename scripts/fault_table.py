@@ -59,6 +59,11 @@ FULL = """from jaxtrain.checkpoint import arrays
 def full(*_):
     raise OSError(28, "No space left on device")
 arrays.start_save = full"""
+OWN_DISK = """import pathlib
+from jaxtrain.checkpoint import lock
+lock.SEEN_WITHIN_S = 2
+resolve = pathlib.Path.resolve
+pathlib.Path.resolve = lambda path: resolve(path.parent / "run" if path.name == "own" else path)"""
 KEYS = """import logging
 log = logging.getLogger("jax._src.compiler")
 log.setLevel(logging.DEBUG)
@@ -215,6 +220,12 @@ def other_workdir(folder: pathlib.Path, count: int, rng: random.Random) -> Outco
     """One process has another workdir."""
     own = {rng.randrange(1, count): {"arguments": [f"--workdir={folder}/elsewhere"]}}
     return all_refuse(Run(folder, count, own), "--workdir: ")
+
+
+def own_disk(folder: pathlib.Path, count: int, rng: random.Random) -> Outcome:
+    """The same path, but a folder of its own in one process: a host's local disk."""
+    own = {rng.randrange(1, count): {"arguments": [f"--workdir={folder}/own"], "entry": OWN_DISK}}
+    return all_refuse(Run(folder, count, own), "storage that all hosts share")
 
 
 def all_refuse(run: Run, words: str) -> Outcome:
@@ -480,6 +491,7 @@ FAULTS: dict[str, Callable[..., Outcome]] = {
     "another source of jaxtrain in one process": other_source,
     "another text in one process, same path": other_text,
     "another workdir in one process": other_workdir,
+    "workdir on one process's own disk": own_disk,
     "warm compile cache": warm_cache,
     "one process's own compile cache is empty": own_caches,
     "one process 40 s late, warm cache": late,

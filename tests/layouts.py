@@ -16,7 +16,7 @@ from tiny import assert_close, batch, config, host, program
 
 from jaxtrain.train.program import with_sources
 
-STEPS, RATE = 20, 0.5
+STEPS, RATE = 8, 0.5
 ALL = dict(model__num_layers=3, model__num_heads=6, data__global_batch_rows=32)
 # C21: two key/value heads over tensor=4 are replicated.
 UNEVEN_BY_2 = dict(model__num_heads=9, model__num_kv_heads=3)  # padded over tensor=2; 6 heads, 2 groups of 3: over tensor=4

@@ -52,8 +52,9 @@ def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5, sinks=None):
     return out
 
 
-def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8):
-    layout, settings = layout or layout_of(), Settings(H**-0.5, softcap, block)
+def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8, windows=()):
+    layout = layout or layout_of()
+    settings = Settings(H**-0.5, softcap, block, windows, layout.context)
     if backend == "reference":
         positions = Positions(jnp.arange(T), jnp.asarray(segments))
         return reference.attend(q, k, v, Mask(positions, positions, window), settings)[0]
@@ -187,7 +188,7 @@ def test_blocks_in_the_future_are_not_computed():
     q, k, v, segments = inputs(6)
     segments[:] = 1
     v[:, 16:] = np.nan
-    function = jax.jit(lambda q, k, v, window: run("blockwise", q, k, v, segments, window))
+    function = jax.jit(lambda q, k, v, window: run("blockwise", q, k, v, segments, window, windows=(0, 4)))
     out = function(q, k, v, 0)
     assert np.isfinite(out[:, :16]).all() and np.isnan(out[:, 16:]).all()
     v[:, :8] = np.nan
@@ -251,6 +252,9 @@ def test_a_backend_that_cannot_serve_is_refused_by_name():
     with pytest.raises(ConfigError, match="cudnn cannot honour the cpu platform"):
         backends.choose(config, "cpu")
     assert backends.choose(config, "gpu") == "cudnn"
+    with pytest.raises(ConfigError, match=r"cudnn cannot honour a GPU of compute capability 7.5 \(it needs 8.0 or later\)"):
+        backends.choose(config, "gpu", "7.5")
+    assert backends.choose(config, "gpu", "10.0") == "cudnn"
     config.model.attention_sinks = True
     with pytest.raises(ConfigError, match="cudnn cannot honour model.attention_sinks=True"):
         backends.choose(config, "gpu")

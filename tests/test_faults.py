@@ -264,19 +264,17 @@ FAULTS = (
     "one process with a wrong count",
     "one process without its own number",
     "another source of jaxtrain in one process",
+    "workdir on one process's own disk",
     # While they train.
     "SIGTERM to one, training",
     "kill -9 of process 0",
 )
 SLOW_FAULTS = (
     "SIGUSR1 to one, training",
-    "Ctrl-C, training",
     "SIGTERM, and the save hangs",
     "SIGTERM to all, with loader processes",
     "one process cannot save",
-    "a second run in the workdir",
     "warm compile cache",
-    "one process 40 s late, warm cache",
 )
 
 

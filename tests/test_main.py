@@ -70,9 +70,9 @@ def place(tmp_path_factory):
     for i in range(14):
         (folder / "corpus" / f"{i}.txt").write_text(" ".join(str(n * n) for n in range(i, 8 * i + 25)))
     (folder / "tiny.py").write_text(f"CORPUS = {str(folder / 'corpus')!r}\n{CONFIG}")
-    kept = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    kept = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache"
     before = {name: getattr(jax.config, name) for name in kept}
-    for name, value in zip(kept, (str(folder / "cache"), 0.0), strict=True):
+    for name, value in zip(kept, (str(folder / "cache"), 0.0, True), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield folder

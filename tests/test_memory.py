@@ -11,7 +11,7 @@ from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.remat import policy as memory
 from jaxtrain.remat.activations import ACTIVATIONS, KEPT
 
-SETTINGS = dict(model__num_layers=4, mesh__fsdp=2, mesh__tensor=2, model__dropout_residual=0.1)
+SETTINGS = dict(model__num_layers=4, mesh__fsdp=2, mesh__tensor=2, model__dropout_residual=0.1, model__dropout_attention=0.1)
 POLICIES = {
     "none": dict(memory__remat="none"),
     "dots": dict(memory__remat="dots"),

@@ -83,11 +83,12 @@ def layout_of(mesh, kv_heads=K, group=G, **sharding):
     return make_layout(config, meshes.build(config, jax.devices()[: int(np.prod([size for _, size in mesh]))]))
 
 
-def run(layout, arrays, segments, window=0, softcap=0.0, dtype=np.float32, sinks=None, **static):
+def run(layout, arrays, segments, window=0, softcap=0.0, dtype=np.float32, sinks=None, windows=(), **static):
     """(out, dq, dk, dv) in natural order, with sinks theirs too; one compilation per layout and static settings."""
     order = layout.context.order(T)
     arrays = [x.astype(dtype)[:, order] for x in arrays]
-    function = compiled(layout, Settings(SCALE, softcap, 8), sinks is not None, **static)
+    settings = Settings(SCALE, softcap, 8, windows, layout.context)
+    function = compiled(layout, settings, sinks is not None, **static)
     *found, d_sinks = function(*arrays, segments[:, order], window, np.zeros(arrays[0].shape[2:4]) if sinks is None else sinks)
     found = [np.asarray(x, np.float64)[:, np.argsort(order)] for x in found]
     return found if sinks is None else [*found, np.asarray(d_sinks, np.float64)]
@@ -241,7 +242,7 @@ def test_error_in_bfloat16_does_not_grow_with_the_ring():
 
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
 def test_blocks_in_the_future_or_beyond_the_window_are_not_computed(placement):
-    """NaN in values that causal order or the window hides from whole blocks: it would spread from a weight of zero."""
+    """NaN in values that causal order hides from blocks, or the window from a step: it would spread from a weight of 0."""
     layout, (q, k, v, g) = layout_of((("sequence", 4),), **RING, context_placement=placement), inputs()
     segments, late, early = documents(([64], [64])), v.copy(), v.copy()
     late[:, 32:] = early[:, :16] = np.nan
@@ -249,7 +250,7 @@ def test_blocks_in_the_future_or_beyond_the_window_are_not_computed(placement):
     assert np.isfinite(out[:, :32]).all() and np.isnan(out[:, 32:]).all()
     if placement == "contiguous":
         out = run(layout, (q, k, early, g), segments, window=8)[0]
-        assert np.isfinite(out[:, 24:]).all() and np.isnan(out[:, :23]).all()
+        assert np.isfinite(out[:, 32:]).all() and np.isnan(out[:, :23]).all()
 
 
 def test_zigzag_order():
@@ -277,10 +278,13 @@ def test_logits_and_evaluation_are_those_of_the_row():
 
 @pytest.mark.parametrize("ends", [ENDS, [[64], [0]], [[1, 2, 3, 63], [17, 33, 48]]], ids=str)
 @pytest.mark.parametrize(
-    "sharding", [dict(mesh=4), dict(mesh=2, context_placement="contiguous"), dict(mesh=2, ulysses=2)], ids=str
+    "sharding",
+    [dict(mesh=4), dict(mesh=2, context_placement="contiguous"), dict(mesh=2, ulysses=2), dict(mesh=1), dict(mesh=1, window=9)],
+    ids=str,
 )
 def test_what_is_asked_of_cudnn(sharding, ends, monkeypatch):
-    """The ring on cuDNN with an emulation of cuDNN that leaves NaN where a length says that nothing is looked at."""
+    """The ring on cuDNN, and whole rows, with an emulation of cuDNN that leaves NaN where a length says that nothing is looked
+    at, and gives the mean of v to queries that see nothing under a mask."""
 
     def scores(q, k, mask, lengths, scale):
         k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
@@ -312,12 +316,14 @@ def test_what_is_asked_of_cudnn(sharding, ends, monkeypatch):
     monkeypatch.setattr(cudnn, "SQUARE", 4)
     monkeypatch.setattr(cudnn, "cudnn_attention", forward)
     monkeypatch.setattr(cudnn, "cudnn_attention_backward", backward)
-    ways, group = sharding["mesh"], sharding.get("ulysses", 0)
+    ways, group, window = sharding["mesh"], sharding.get("ulysses", 0), sharding.get("window", 0)
     changes = (
         dict(context_method="ulysses") if group else RING | dict(context_placement=sharding.get("context_placement", "zigzag"))
     )
     layout = layout_of((("sequence", ways),), **changes)
-    assert_equal(run(layout, inputs(), documents(ends), backend="cudnn"), dense(*inputs(), documents(ends)))
+    got = run(layout, inputs(), documents(ends), window, backend="cudnn", windows=(window,))
+    assert_equal(got, dense(*inputs(), documents(ends), window))
+    assert all(np.all(x[documents(ends) == 0] == 0) for x in got)
 
 
 def test_pieces_of_one_square_are_merged_in_float32(monkeypatch):

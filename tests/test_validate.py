@@ -493,8 +493,16 @@ def test_rule(change, devices, message, cure):
     [
         ({"model__attention_softcap": 30.0}, "model.attention_softcap=30.0"),
         ({"model__dropout_attention": 0.1}, "model.dropout_attention=0.1 (its masks would depend on the mesh)"),
-        ({"model__head_dim": 36}, "model.head_dim=36 (a multiple of 8 up to 256)"),
-        ({"model__head_dim": 264}, "model.head_dim=264 (a multiple of 8 up to 256)"),
+        *(
+            ({"model__head_dim": n}, f"model.head_dim={n} (a multiple of 8 up to 128 has a gradient under a mask on every GPU)")
+            for n in (36, 136, 192, 256)
+        ),
+        ({"model__head_dim": 128}, None),
+        ({"memory__offload": ("attention",), "memory__remat": "dots"}, None),
+        (
+            {"data__seq_len_tokens": 63},
+            "data.seq_len_tokens=63 (an odd length has no gradient under a mask)",
+        ),
         ({"mesh__sequence": 2}, None),
         (
             {"mesh__sequence": 2, "sharding__context_method": "all_gather"},

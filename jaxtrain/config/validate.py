@@ -347,6 +347,10 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(f"runtime.coordinator_address={address}: {reason}")
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
+    if config.runtime.deterministic and not config.runtime.compile_cache_dir:
+        found.append(
+            "runtime.deterministic: needs runtime.compile_cache_dir, else another start may take other kernels; set auto"
+        )
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_collections
 
 from jaxtrain.hardware import dtypes
 from jaxtrain.model import matmul_precision
-from jaxtrain.model.attention.backend import choose
+from jaxtrain.model.attention.backend import block, choose
 from jaxtrain.model.matmul_precision import Matmul
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import Remat, remat
@@ -22,7 +23,7 @@ class Execution:
 
     Attributes:
       dtype: of activations, and in which matrices are used.
-      attention_backend: see `attention.backend.choose`.
+      attention_backend, attention_block: see `attention.backend.choose` and `block`.
       matmul: the matrix product of the blocks.
       prefetch: `overlap.prefetch`.
       exchange_factor, exchange_rounds: of tokens with their experts' devices; see `moe.dispatch.sizes`.
@@ -31,6 +32,7 @@ class Execution:
     layout: Layout
     dtype: Any = jnp.float32
     attention_backend: str = "reference"
+    attention_block: int = 128
     matmul: Matmul = matmul_precision.plain
     remat: Remat = Remat()
     prefetch: str = "off"
@@ -38,12 +40,16 @@ class Execution:
     exchange_rounds: int = 1
 
 
-def of_config(config: ml_collections.ConfigDict, layout: Layout, platform: str) -> Execution:
-    """The execution of a validated config. Raises ConfigError for an attention backend that cannot honour its settings."""
+def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Device) -> Execution:
+    """The execution of a validated config on such devices.
+
+    Raises ConfigError for an attention backend that cannot honour its settings.
+    """
     return Execution(
         layout,
         dtypes.compute_dtype(config),
-        choose(config, platform),
+        choose(config, device.platform, getattr(device, "compute_capability", None)),
+        block(device.platform),
         matmul_precision.make(config.precision.products),
         remat(config.memory),
         config.overlap.prefetch,

@@ -13,11 +13,10 @@ import ml_collections
 from jaxtrain.hardware import flops
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.model import inventory
-from jaxtrain.model.attention import blockwise
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.predict import closed_form, communication, overhead, roofline, timeline
 from jaxtrain.plan.predict.closed_form import ClosedForm
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.predict.timeline import Timeline
@@ -25,8 +24,6 @@ from jaxtrain.plan.read import memory
 from jaxtrain.plan.read.memory import Ledger
 from jaxtrain.plan.read.shapes import local_shapes
 
-# What a process needs of a device beside XLA's buffers: CUDA context, NCCL's buffers, loaded kernels. An estimate.
-RESERVED_BYTES = 2 << 30
 TIGHT = 0.05  # of the memory: less headroom than this is said to be tight
 
 
@@ -37,6 +34,7 @@ class Plan:
     Attributes:
       fallback: why nothing was compiled for GPUs, and what the plan is made of instead; "" if it was. Then ledger and timeline
         are None, and communication is as traced, None for very many devices.
+      estimated: bytes of a device by row of `overhead.ROWS`, which neither ledger nor closed form has.
       tokens: of a step, over all devices; model_flops: of a step, without recomputation.
     """
 
@@ -48,6 +46,7 @@ class Plan:
     tokens: int
     model_flops: float
     closed: ClosedForm
+    estimated: dict[str, int]
     ledger: Ledger | None
     communication: Communication | None
     timeline: Timeline | None
@@ -63,13 +62,13 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What must fit on a device: XLA's allocations, or without a compiler the closed form."""
+        """What XLA allocates on a device, or without a compiler the closed form."""
         return self.ledger.total if self.ledger else self.closed.total
 
     @property
     def usable_bytes(self) -> int:
-        """Of the device's memory."""
-        return usable_bytes(self.gpu)
+        """Of the device's memory, without what is estimated."""
+        return self.gpu.memory_bytes - sum(self.estimated.values())
 
     @property
     def headroom_bytes(self) -> int:
@@ -107,11 +106,6 @@ class Plan:
         return self.timeline.flops * self.topology.size / self.model_flops - 1
 
 
-def usable_bytes(gpu: Gpu) -> int:
-    """Of a device's memory, without what CUDA and NCCL keep."""
-    return gpu.memory_bytes - RESERVED_BYTES
-
-
 def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, name: str = "") -> Plan:
     """A plan of a config on a cluster, for which the step is compiled.
 
@@ -124,8 +118,8 @@ def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, n
     compiled_at = time.monotonic()
     module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape, topology.basis.rates)
-    found, trips = compiled.collectives(), key_blocks(config, compiled.mesh_shape["sequence"])
-    predicted = timeline.simulate(module, found, links, trips, busy=compiled.shares[1])
+    found = compiled.collectives()
+    predicted = timeline.simulate(module, found, links, busy=compiled.shares[1])
     ledger = memory.ledger(compiled.assignment, module, shapes, compiled.mesh_shape)
     sent = communication.communication(module, found, predicted.waits, links, shapes, closed.axis_bytes(), dtype)
     done = time.monotonic()
@@ -133,39 +127,23 @@ def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, n
     return Plan(
         **about(config, topology, name),
         closed=closed,
+        estimated=overhead.overhead(config, closed, links, {c.axes for c in found}, module.kernels),
         ledger=ledger,
         communication=sent,
         timeline=predicted,
         seconds=seconds | {"read": done - compiled_at, "total": done - started},
-        notes=_notes(config, closed, ledger, predicted, trips),
+        notes=_notes(config, closed, ledger),
     )
 
 
-def key_blocks(config: ml_collections.ConfigDict, sequence: int) -> int:
-    """How many blocks of keys a block of queries sees in blockwise attention, in rows of one document: the mean over layers and
-    queries, on the last of the devices that share a row, which has most to do."""
-    m, length = config.model, config.data.seq_len_tokens
-    seen = flops.attention_flops(m, 1, length) / (12 * m.num_layers * m.num_heads * m.head_dim)
-    if not m.sliding_window_tokens:
-        seen *= 2 - 1 / sequence
-    return math.ceil(seen / min(blockwise.Settings.block, length))
-
-
-def _notes(
-    config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger, predicted: Timeline, trips: int
-) -> tuple[str, ...]:
-    notes = []
-    if missing := sum(size for row, size in closed.host.items() if row not in ledger.host):
-        notes.append(
-            f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
-            f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device"
-        )
-    if predicted.uncounted_loops:
-        notes.append(
-            f"{predicted.uncounted_loops} loops end when their data say so (attention that skips masked blocks): each "
-            f"counts as {trips} iterations, those of rows of one document"
-        )
-    return tuple(notes)
+def _notes(config: ml_collections.ConfigDict, closed: ClosedForm, ledger: Ledger) -> tuple[str, ...]:
+    missing = sum(size for row, size in closed.host.items() if row not in ledger.host)
+    if not missing:
+        return ()
+    return (
+        f"memory.offload={','.join(config.memory.offload)}: a described GPU has no host memory for its state, so "
+        f"{missing / (1 << 30):.2f} GiB that lie there in a run are compiled as if on the device",
+    )
 
 
 def about(config: ml_collections.ConfigDict, topology: compile.Topology, name: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ the update and go back, and named activations, which come back for the backward 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,27 +67,15 @@ class Remat:
         if self.kept is None or position < self.group_size - 1:
             return part
         on_device = [name for name in self.kept if name not in self.offloaded]
-        named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=on_device,
             names_which_can_be_offloaded=list(self.offloaded),
             offload_src="device",
             offload_dst="pinned_host",
         )
 
-        def policy(primitive, *args, **params):
-            # cuDNN's attention keeps its output and log-sum-exp inside jax's own function, where they cannot be named.
-            if "attention" in on_device and primitive.name.startswith("dot_product_attention_fwd"):
-                primitive, params = _name_primitive(), {"name": "attention"}
-            return named(primitive, *args, **params)
-
         # The part is in the body of a loop, so common subexpressions cannot leak out of the recomputation.
         return jax.checkpoint(part, policy=policy, prevent_cse=False)
-
-
-@functools.cache
-def _name_primitive() -> Any:
-    """The operation that `name` makes."""
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, "x"))(0.0).eqns[0].primitive
 
 
 def remat(settings: ml_collections.ConfigDict) -> Remat:

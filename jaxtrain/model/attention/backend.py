@@ -5,16 +5,18 @@ from __future__ import annotations
 import ml_collections
 
 from jaxtrain.config import ConfigError
-from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
+from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal, gpu_refusal
 
 
-def choose(config: ml_collections.ConfigDict, platform: str) -> str:
+def choose(config: ml_collections.ConfigDict, platform: str, compute_capability: str | None = None) -> str:
     """The backend for `runtime.attention` on a platform ("cpu", "gpu" or "cuda"): "cudnn", "blockwise" or "reference".
 
-    "auto" takes the first of these that honours every setting. Raises ConfigError when the one asked for cannot.
+    compute_capability: of the GPU, None where it is not known. "auto" takes the first of these that honours every
+    setting. Raises ConfigError when the one asked for cannot.
     """
     refusals = {
-        "cudnn": cudnn_refusal(config) or (None if platform in ("gpu", "cuda") else f"the {platform} platform"),
+        "cudnn": cudnn_refusal(config)
+        or (gpu_refusal(compute_capability) if platform in ("gpu", "cuda") else f"the {platform} platform"),
         "blockwise": blockwise_refusal(config),
         "reference": None,
     }
@@ -24,3 +26,8 @@ def choose(config: ml_collections.ConfigDict, platform: str) -> str:
     if refusals[wanted]:
         raise ConfigError([f"runtime.attention: {wanted} cannot honour {refusals[wanted]}; use auto or reference"])
     return wanted
+
+
+def block(platform: str) -> int:
+    """Most queries, and keys, of a block of `blockwise`: what fits a CPU's caches, or takes a GPU longer than to launch it."""
+    return 128 if platform == "cpu" else 1024

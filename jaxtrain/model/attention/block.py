@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.model.attention import blockwise, cudnn, reference, ring
+from jaxtrain.model.attention import blockwise, reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.sinks import with_sinks
 from jaxtrain.model.dropout import factors
 from jaxtrain.model.execution import Execution
+from jaxtrain.model.layer_spec import layer_specs
 from jaxtrain.model.layers import Linear, Norm, column_parallel, read, row_parallel, shared_by_replicas, vector
 from jaxtrain.model.matmul_precision import fp8
 from jaxtrain.model.rope import rotate
@@ -76,7 +77,8 @@ class Attention(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         layout = execution.layout
-        self.model, self.layout, self.backend = model, layout, execution.attention_backend
+        self.model, self.layout = model, layout
+        self.backend, self.block = execution.attention_backend, execution.attention_block
         d, n = model.embed_dim, model.num_heads
         bias = vector({"vector": d}, 0.0, layout.sequence_parallel) if model.attention_out_bias else None
         sizes = {"embed": d, "heads": n, "head_dim": self.value_dim}
@@ -132,13 +134,15 @@ class Attention(nnx.Module):
     def _attend_to_row(self, inputs, rows, layer, dropout_keys):
         """Attention of this device's queries [B, T, K, G, H] to the whole row, or to the cache; its log-sum-exp; the cache."""
         model, layout, (q, k, v) = self.model, self.layout, inputs
-        settings = Settings(model.attention_scale or model.head_dim**-0.5, model.attention_softcap)
+        scale = model.attention_scale or model.head_dim**-0.5
+        windows = tuple(sorted({spec.window for spec in layer_specs(model)}))
+        settings = Settings(scale, model.attention_softcap, self.block, windows, layout.context)
         queries, cache = Positions(rows.index, rows.segments), layer.cache
         if cache is not None:
             cache = cache.write(k, v, rows)
             mask = Mask(queries, Positions(jnp.arange(cache.keys.shape[1]), cache.segments), layer.window)
             return *reference.attend(q, cache.keys, cache.values, mask, settings), cache
-        if layout.context.devices > 1 and layout.context.method == "ring":
+        if self.backend == "cudnn" or layout.context.devices > 1 and layout.context.method == "ring":
             way = ring.Ring(layout, self.backend, settings, with_lse=self.sinks is not None)
             return *ring.attend(*inputs, rows.key_segments, layer.window, way), None
         k, v, segments = whole_row(k, layout), whole_row(v, layout), natural(rows.key_segments, layout)
@@ -150,8 +154,6 @@ class Attention(nnx.Module):
         model, (q, k, _) = self.model, inputs
         if self.backend == "blockwise":
             return blockwise.attend(*inputs, mask, settings)
-        if self.backend == "cudnn":
-            return cudnn.attend(*inputs, mask, settings), None
         kept = None
         if model.dropout_attention and dropout_keys is not None:
             # [B, T, N, S] for the true heads, of which this device takes its own: masks do not depend on `tensor`.

@@ -1,7 +1,11 @@
 """Attention in blocks of queries and keys that never holds T x S scores, in plain XLA (FlashAttention-2; Dao 2023).
 
-Only the output and one log-sum-exp per query are kept; the backward recomputes each block's scores. Blocks that causal
-order or the sliding window hide altogether are not computed. Code of one device, with its own rows, queries and heads.
+Only the output and one log-sum-exp per query are kept; the backward recomputes each block's scores. Code of one device, with
+its own rows, queries and heads.
+
+What is computed is a list of pairs of a block of queries and a block of keys, made when the program is traced (see `_tables`):
+what causal order or the sliding window hides altogether is not on it. So the length of the loop over it is known: where it
+depended on data, a GPU would send its condition to the host in every turn.
 
 `forward` and `backward` are the interface of a backend to `ring`: attention to some of the keys, whose outputs are merged by
 their log-sum-exps, and its gradients given the output and log-sum-exp of attention to all of them.
@@ -10,16 +14,18 @@ their log-sum-exps, and its gradients given the output and log-sum-exp of attent
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
 from jaxtrain.model.attention.merge import Saved, given_lse, row_sums, saved_lse
 from jaxtrain.model.softcap import capped
 from jaxtrain.remat.policy import name
+
+MAX_SCORES = 1 << 25  # of a pair of blocks, in all rows and heads: 128 MiB in float32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -46,111 +52,105 @@ attend.defvjp(_forward, _backward)
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to some keys: output [B, T, K, G, H] in `dtype`, log-sum-exp [B, T, K, G] float32, -inf without any."""
+    """Attention to some keys: output [B, T, K, G, H] in `dtype`, log-sum-exp [B, T, K, G] float32, -inf without any.
+
+    With `mask.causal` and as many queries as keys, these are the same positions; with more keys, they are `settings.context`'s.
+    """
     blocks = _Blocks(q, k, mask, settings)
-    heads_q, heads_k, heads_v = _heads_first(q), _heads_first(k), _heads_first(v)
+    heads_q, heads_k, heads_v = blocks.queries(q), blocks.keys(k), blocks.keys(v)
+    shape = (*heads_q.shape[:3], blocks.query_block)
+    empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
 
-    def one_query_block(_, i):
-        q_i = blocks.queries(heads_q, i)
-
-        def add(j, carry):
-            top, total, acc = carry
-            scores, seen, _ = blocks.scores(q_i, blocks.keys(heads_k, j), i, j)
-            scores = jnp.where(seen, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(-1))
-            # While nothing is visible the maximum is -inf: shift by 0 then, since -inf - -inf is nan.
-            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights = jnp.exp(scores - shift[..., None])
-            decay = jnp.exp(top - shift)
-            v_j = blocks.keys(heads_v, j)
-            product = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
-            return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
-
-        shape = q_i.shape[:-1]
-        empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q_i.shape))
-        top, total, acc = jax.lax.fori_loop(blocks.first[i], blocks.last[i], add, empty)
+    def add(carry, pair):
+        # While a block of queries is at work, what it has seen so far lies in `state`; `done` has the results up to there.
+        state, done = carry
+        top, total, acc = jax.tree.map(lambda new, old: jnp.where(pair[FIRST], new, old), empty, state)
+        q_i, k_j, v_j = blocks.of_pair(pair, (heads_q,), (heads_k, heads_v))
+        scores, seen, _ = blocks.scores(q_i, k_j, pair)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        # While nothing is visible the maximum is -inf: shift by 0 then, since -inf - -inf is nan.
+        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights = jnp.exp(scores - shift[..., None])
+        decay = jnp.exp(top - shift)
+        product = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
+        total, acc = total * decay + weights.sum(-1), acc * decay[..., None] + product
         some = total != 0.0  # a nan stays one
         out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
-        lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-        return None, (out.astype(dtype), lse)
+        lse = jnp.where(some, new_top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        return ((new_top, total, acc), blocks.put(done, (out.astype(dtype), lse), pair[QUERIES])), None
 
-    _, (out, lse) = jax.lax.scan(one_query_block, None, jnp.arange(blocks.num_query_blocks))
-    return tuple(jnp.moveaxis(_join(x, q.shape[1]), 3, 1) for x in (out, lse))
+    empty_lse = jnp.full(heads_q.shape[:4], -jnp.inf)
+    (_, done) = blocks.over_pairs(add, (empty, (jnp.zeros(heads_q.shape, dtype), empty_lse)))
+    return tuple(jnp.moveaxis(x[:, :, :, : q.shape[1]], 3, 1) for x in done)
 
 
 def backward(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings, saved: Saved, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention to these keys by q, in `dtype`, and by k and v, in float32. `saved`: of attention to all keys."""
-    lse, delta = (jnp.moveaxis(x, 1, 3) for x in (saved.lse, saved.sums))
     blocks = _Blocks(q, k, mask, settings)
-    heads_q, heads_k, heads_v, heads_g = _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(saved.g)
+    heads_k, heads_v = blocks.keys(k), blocks.keys(v)
+    rows = [blocks.queries(x) for x in (q, saved.g, saved.lse[..., None], saved.sums[..., None])]
 
-    def one_query_block(carry, i):
-        q_i, g_i = blocks.queries(heads_q, i), blocks.queries(heads_g, i)
-        lse_i, delta_i = (blocks.queries(x, i)[..., None] for x in (lse, delta))
+    def add(carry, pair):
+        dq_i, dq, dk, dv = carry
+        q_i, g_i, lse_i, delta_i, k_j, v_j = blocks.of_pair(pair, rows, (heads_k, heads_v))
+        scores, seen, slope = blocks.scores(q_i, k_j, pair)
+        p = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse_i)
+        dp = jnp.einsum("BKGTH,BKSH->BKGTS", g_i, v_j, preferred_element_type=jnp.float32)
+        ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
+        dq_i = jnp.where(pair[FIRST], 0.0, dq_i)
+        dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
+        dk_j = jnp.einsum("BKGTS,BKGTH->BKSH", ds, q_i, preferred_element_type=jnp.float32)
+        dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(saved.g.dtype), g_i, preferred_element_type=jnp.float32)
+        dq = blocks.put(dq, dq_i.astype(dtype), pair[QUERIES])
+        return (dq_i, dq, blocks.add_keys(dk, dk_j, pair[KEYS]), blocks.add_keys(dv, dv_j, pair[KEYS])), None
 
-        def add(j, carry):
-            dq_i, dk, dv = carry
-            k_j, v_j = blocks.keys(heads_k, j), blocks.keys(heads_v, j)
-            scores, seen, slope = blocks.scores(q_i, k_j, i, j)
-            p = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse_i)
-            dp = jnp.einsum("BKGTH,BKSH->BKGTS", g_i, v_j, preferred_element_type=jnp.float32)
-            ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
-            dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
-            dk_j = jnp.einsum("BKGTS,BKGTH->BKSH", ds, q_i, preferred_element_type=jnp.float32)
-            dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(saved.g.dtype), g_i, preferred_element_type=jnp.float32)
-            return dq_i, blocks.add_keys(dk, dk_j, j), blocks.add_keys(dv, dv_j, j)
-
-        zero = jnp.zeros(q_i.shape, jnp.float32)
-        dq_i, dk, dv = jax.lax.fori_loop(blocks.first[i], blocks.last[i], add, (zero, *carry))
-        return (dk, dv), dq_i.astype(dtype)
-
-    zero = jnp.zeros((*heads_k.shape[:2], blocks.num_key_blocks * blocks.key_block, k.shape[-1]), jnp.float32)
-    (dk, dv), dq = jax.lax.scan(one_query_block, (zero, zero), jnp.arange(blocks.num_query_blocks))
-    dq = jnp.moveaxis(_join(dq, q.shape[1]), 3, 1)
+    zero_block = jnp.zeros((*rows[0].shape[:3], blocks.query_block, q.shape[-1]), jnp.float32)
+    zeros = (jnp.zeros(rows[0].shape, dtype), *(jnp.zeros(x.shape, jnp.float32) for x in (heads_k, heads_v)))
+    _, dq, dk, dv = blocks.over_pairs(add, (zero_block, *zeros))
     dk, dv = (jnp.moveaxis(x[:, :, : k.shape[1]], 2, 1) for x in (dk, dv))
-    return dq, dk, dv
+    return jnp.moveaxis(dq[:, :, :, : q.shape[1]], 3, 1), dk, dv
 
 
-def _heads_first(x):
-    """[B, T, heads..., H] -> [B, heads..., T, H], done once so that the products of blocks need no transposition."""
-    return jnp.moveaxis(x, 1, -2)
-
-
-def _join(x, length):
-    """Blocks [n, B, K, G, block, ...] -> [B, K, G, length, ...]."""
-    x = jnp.moveaxis(x, 0, 3)
-    return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :length]
+QUERIES, KEYS, FIRST, LIVE = range(
+    4
+)  # of a pair: its blocks, whether it is the first of its queries, 0 if it only fills the list
 
 
 class _Blocks:
-    """How queries and keys are cut, and the scores of a pair of blocks."""
+    """How queries and keys are cut, the pairs of blocks, and the scores of a pair."""
 
     def __init__(self, q, k, mask, settings):
-        self.settings, self.window, self.causal = settings, mask.window, mask.causal
-        self.query_block, self.key_block = min(settings.block, q.shape[1]), min(settings.block, k.shape[1])
-        self.num_query_blocks = math.ceil(q.shape[1] / self.query_block)
-        self.num_key_blocks = math.ceil(k.shape[1] / self.key_block)
+        self.settings, self.mask = settings, mask
+        block = settings.block
+        while block > 128 and q.shape[0] * q.shape[2] * q.shape[3] * block**2 > MAX_SCORES:
+            block //= 2
+        self.query_block, self.key_block = min(block, q.shape[1]), min(block, k.shape[1])
+        self.lengths = q.shape[1], k.shape[1]
         self.query_positions, self.key_positions = (
-            Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments) for p in (mask.queries, mask.keys)
+            jax.tree.map(
+                lambda x, size=size: _filled(x, size, 1), Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments)
+            )
+            for p, size in ((mask.queries, self.query_block), (mask.keys, self.key_block))
         )
-        first_query, last_query = _ends(self.query_positions.index, self.query_block)
-        first_key, last_key = _ends(self.key_positions.index, self.key_block)
-        # Of each query block, the first key block that the window lets it see, and one past the last that is not wholly later.
-        hidden = (last_key[:, None] <= first_query[:, :, None] - mask.window).all(0) & (jnp.asarray(mask.window) > 0)
-        self.first = hidden.sum(-1)
-        self.last = jnp.full(self.num_query_blocks, self.num_key_blocks)
-        if mask.causal:
-            self.last = (first_key[:, None] <= last_query[:, :, None]).any(0).sum(-1)
 
-    def queries(self, x, i):
-        """Block i of [B, K, G, T, ...]."""
-        return _block(x, i, self.query_block, 3)
+    def queries(self, x):
+        """[B, T, K, G, ...] -> [B, K, G, blocks of T, ...], so that the products of blocks need no transposition."""
+        return _filled(jnp.moveaxis(x, 1, 3), self.query_block, 3)
 
-    def keys(self, x, j):
-        """Block j of [B, K, S, H]."""
-        return _block(x, j, self.key_block, 2)
+    def keys(self, x):
+        """[B, S, K, H] -> [B, K, blocks of S, H]."""
+        return _filled(jnp.moveaxis(x, 1, 2), self.key_block, 2)
+
+    def put(self, total, parts, i):
+        """`total` [B, K, G, T, ...] with block i of the queries replaced; trees."""
+
+        def put(total, part):
+            return jax.lax.dynamic_update_slice_in_dim(total, part, i * self.query_block, 3)
+
+        return jax.tree.map(put, total, parts)
 
     def add_keys(self, total, part, j):
         """`total` [B, K, S, H] with block j increased by `part`."""
@@ -158,24 +158,84 @@ class _Blocks:
         old = jax.lax.dynamic_slice_in_dim(total, start, self.key_block, 2)
         return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
 
-    def scores(self, q_i, k_j, i, j):
+    def of_pair(self, pair, queries, keys):
+        """The pair's blocks of arrays [B, K, G, T, ...] and [B, K, S, ...]."""
+        return [
+            *(_block(x, pair[QUERIES], self.query_block, 3) for x in queries),
+            *(_block(x, pair[KEYS], self.key_block, 2) for x in keys),
+        ]
+
+    def scores(self, q_i, k_j, pair):
         """Capped scores [b, K, G, t, s] float32, what is visible of them [b, 1, 1, t, s], and the cap's slope."""
         scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32) * self.settings.scale
         scores, slope = capped(scores, self.settings.softcap)
-        queries = jax.tree.map(lambda x: _block(x, i, self.query_block, 1), self.query_positions)
-        keys = jax.tree.map(lambda x: _block(x, j, self.key_block, 1), self.key_positions)
-        seen = visible(Mask(queries, keys, self.window, self.causal))
+        queries = jax.tree.map(lambda x: _block(x, pair[QUERIES], self.query_block, 1), self.query_positions)
+        keys = jax.tree.map(lambda x: _block(x, pair[KEYS], self.key_block, 1), self.key_positions)
+        window = self.settings.windows[0] if len(self.settings.windows) == 1 else self.mask.window
+        seen = visible(Mask(queries, keys, window, self.mask.causal)) & (pair[LIVE] > 0)
         return scores, seen[:, None, None], slope
 
+    def over_pairs(self, add, carry):
+        """A scan over the pairs of blocks: those of the layer's window, where layers have several."""
+        windows = self.settings.windows or (0,)
+        lists = [self._pairs(window) for window in windows]
 
-def _ends(index, size):
-    """The first and the last entry of every block of [B, T]: [B, blocks] each."""
-    return index[:, ::size], jnp.concatenate([index[:, size - 1 : -1 : size], index[:, -1:]], 1)
+        def over(pairs):
+            return lambda: jax.lax.scan(add, carry, pairs)[0]
+
+        run = over(lists[-1])
+        for window, pairs in zip(windows[:-1], lists[:-1], strict=True):
+            if pairs.shape != lists[-1].shape:
+                run = functools.partial(jax.lax.cond, jnp.asarray(self.mask.window) == window, over(pairs), run)
+        return run()
+
+    def _pairs(self, window):
+        """[n, 4] int32: the pairs that this device computes."""
+        context, (length, whole) = self.settings.context, self.lengths
+        if not self.mask.causal or length != whole and context is None:
+            places = None
+        elif length == whole:
+            places = [np.arange(length)]
+        else:
+            places = [context.row_positions(device, np.arange(length), length) for device in range(context.devices)]
+        tables = _tables(places, self.lengths, (self.query_block, self.key_block), window)
+        if len(tables) == 1:
+            return jnp.asarray(tables[0])
+        first = jnp.asarray([place[0] for place in places])
+        return jnp.asarray(tables)[jnp.argmax(first == self.mask.queries.index.reshape(-1)[0])]
+
+
+def _tables(places: list[np.ndarray] | None, lengths: tuple[int, int], sizes: tuple[int, int], window: int) -> np.ndarray:
+    """[devices, n, 4] int32: the pairs of blocks in which a query may see a key, row by row; lists are filled up to one length.
+
+    Args:
+      places: for each device, the positions of its queries in ascending order, where keys have positions from 0 on in that
+        order; None: all queries see all keys.
+      lengths, sizes: of queries and keys, in all and of a block.
+    """
+    first_key = np.arange(0, lengths[1], sizes[1])
+    last_key = np.minimum(first_key + sizes[1], lengths[1]) - 1
+    starts, found = np.arange(0, lengths[0], sizes[0]), []
+    ends = np.minimum(starts + sizes[0], lengths[0]) - 1
+    for place in places or [None]:
+        seen = np.ones((len(starts), len(first_key)), bool)
+        if place is not None:
+            seen = first_key <= place[ends, None]
+            seen &= (last_key > place[starts, None] - window) | (window == 0)
+        pairs = np.argwhere(seen)
+        first = np.diff(pairs[:, 0], prepend=-1) > 0
+        found.append(np.column_stack([pairs, first, np.ones(len(pairs))]).astype(np.int32))
+    fill = [
+        np.concatenate([pairs, np.repeat(pairs[-1:] * [1, 1, 0, 0], max(map(len, found)) - len(pairs), 0)]) for pairs in found
+    ]
+    return np.stack(fill).astype(np.int32)
+
+
+def _filled(x, size, axis):
+    """x with its length along an axis filled up to a multiple of `size` with zeros (segment 0: seen by nothing)."""
+    fill = -x.shape[axis] % size
+    return jnp.pad(x, [(0, fill if d == axis else 0) for d in range(x.ndim)]) if fill else x
 
 
 def _block(x, i, size, axis):
-    """Block i along an axis; the last one is filled up with zeros (segment 0: seen by nothing)."""
-    fill = -x.shape[axis] % size
-    if fill:
-        x = jnp.pad(x, [(0, fill if d == axis else 0) for d in range(x.ndim)])
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)

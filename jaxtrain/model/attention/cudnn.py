@@ -1,10 +1,10 @@
 """cuDNN flash attention on NVIDIA GPUs: no T x S scores.
 
-`attend` sees a whole row; document boundaries and windows reach it as a boolean mask. `forward` and `backward` are its
-interface to `ring` (as those of `blockwise`), and need no mask but for small squares on the diagonal: of two pieces of a row,
-one after the other, only one document can have a part in both, the end of the earlier and the beginning of the later. That is
-a rectangle, which cuDNN takes as lengths of queries and keys. What is causal is cut in halves: the rectangle of the later
-queries and the earlier keys, and two squares half as large, down to `SQUARE`.
+`forward` and `backward` are its interface to `ring` (as those of `blockwise`), and need no mask but for small squares on the
+diagonal: of two pieces of a row, one after the other, only one document can have a part in both, the end of the earlier and the
+beginning of the later. That is a rectangle, which cuDNN takes as lengths of queries and keys. What is causal is cut in halves:
+the rectangle of the later queries and the earlier keys, and two squares half as large, down to `SQUARE`. A sliding window is no
+rectangle: where layers have one, the whole row is one square with a mask, all of which is computed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ from jaxtrain.model.attention.merge import Saved, halves, join, merge
 from jaxtrain.runtime.compat import cudnn_attention, cudnn_attention_backward
 
 SQUARE = 1024  # largest piece on the diagonal that gets a mask
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> jax.Array:
-    """The output of `reference.attend`, in bfloat16 on GPUs. `attention.limits.cudnn_refusal` lists what it cannot honour."""
-    seen = visible(mask)[:, None]
-    out = jax.nn.dot_product_attention(_heads(q), k, v, mask=seen, scale=settings.scale, implementation="cudnn")
-    return out.reshape(q.shape)  # not named: `remat.policy.Remat` knows what cuDNN keeps
+TILE = 128  # of keys; other lengths are said, since gradients by cuDNN before 9.15.1 read beyond the last tile in CUDA graphs
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
-    """Attention to some keys, like `blockwise.forward` without window and soft cap. A document is in one piece in its row.
+    """Attention to some keys, like `blockwise.forward` without soft cap. A document is in one piece in its row.
 
-    With `mask.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries.
+    With `mask.causal` queries and keys are the same positions, in ascending order; else all keys are before all queries, and
+    there is no window. `attention.limits.cudnn_refusal` lists what cuDNN cannot honour.
     """
     if not mask.causal:
         return _rectangle(q, k, v, mask.queries.segments, mask.keys.segments, settings.scale)
+    if any(settings.windows):
+        return _square(q, k, v, mask, settings.scale)
     return _triangle(q, k, v, mask.queries.segments, settings.scale)
 
 
@@ -44,14 +41,15 @@ def backward(
     rows = (q, saved.out, lse, saved.g)
     if not mask.causal:
         return _rectangle_backward(rows, k, v, mask.queries.segments, mask.keys.segments, settings.scale)
+    if any(settings.windows):
+        return _gradients(rows, k, v, visible(mask)[:, None], _whole(q), settings.scale)
     return _triangle_backward(rows, k, v, mask.queries.segments, settings.scale)
 
 
 def _triangle(q, k, v, segments, scale):
     """Causal attention of positions to each other: (output, log-sum-exp)."""
     if _is_square(q.shape[1]):
-        out, lse = cudnn_attention(_heads(q), k, v, _mask(segments), None, scale)
-        return _where(segments > 0, out.reshape(q.shape), _grouped(lse, q))
+        return _square(q, k, v, _causal(segments), scale)
     first, late = halves(_unfold(_triangle(*_fold((q, k, v, segments)), scale)))
     (_, queries), (early, _), (early_segments, late_segments) = halves(q), halves((k, v)), halves(segments)
     return join(first, merge(late, _rectangle(queries, *early, late_segments, early_segments, scale)))
@@ -61,12 +59,23 @@ def _triangle_backward(rows, k, v, segments, scale):
     """Gradients of `_triangle` in float32. rows: q, the output and log-sum-exp of attention to all keys, its gradient."""
     q = rows[0]
     if _is_square(q.shape[1]):
-        return _gradients(rows, k, v, _mask(segments), None, scale)
+        return _gradients(rows, k, v, visible(_causal(segments))[:, None], _whole(q), scale)
     dq, dk, dv = _unfold(_triangle_backward(*_fold((rows, k, v, segments)), scale))
     (_, late), (early, _), (early_segments, late_segments) = halves(rows), halves((k, v)), halves(segments)
     more = _rectangle_backward(late, *early, late_segments, early_segments, scale)
     (dq_first, dq_late), ((dk_early, dv_early), (dk_last, dv_last)) = halves(dq), halves((dk, dv))
     return join(dq_first, dq_late + more[0]), join(dk_early + more[1], dk_last), join(dv_early + more[2], dv_last)
+
+
+def _square(q, k, v, mask, scale):
+    """Attention under a mask of all scores: (output, log-sum-exp). Padding sees nothing; cuDNN would give it the mean of v."""
+    out, lse = cudnn_attention(_heads(q), k, v, visible(mask)[:, None], _whole(q), scale)
+    return _where(mask.queries.segments > 0, out.reshape(q.shape), _grouped(lse, q))
+
+
+def _whole(q):
+    """The lengths [B] int32 of all queries and all keys, where they must be said."""
+    return None if q.shape[1] % TILE == 0 else (jnp.full(q.shape[0], q.shape[1], jnp.int32),) * 2
 
 
 def _is_square(length):
@@ -109,9 +118,9 @@ def _gradients(rows, k, v, mask, lengths, scale):
     return dq.reshape(q.shape).astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
 
 
-def _mask(segments):
+def _causal(segments):
     row = Positions(jnp.arange(segments.shape[1]), segments)
-    return visible(Mask(row, row))[:, None]
+    return Mask(row, row)
 
 
 def _heads(x):

@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel.context_layout import Context
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +32,20 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static: the factor on q.k, the soft cap of scores (0: off), largest block of queries and of keys of `blockwise`."""
+    """Static.
+
+    Attributes:
+      scale: the factor on q.k; softcap: of scores, 0: off.
+      block: most queries, and keys, of a block of `blockwise`.
+      windows: those that layers have, in ascending order; `Mask.window` is one of them. (): any.
+      context: of `all_gather`: how the positions of a whole row lie over devices, of which one has the queries.
+    """
 
     scale: float
     softcap: float = 0.0
     block: int = 128
+    windows: tuple[int, ...] = ()
+    context: Context | None = None
 
 
 def visible(mask: Mask) -> jax.Array:

@@ -5,7 +5,8 @@ log-sum-exp in float32. The backward travels the ring again, keys and values and
 in float32: nothing of the whole row is ever held. What causal order hides altogether is not computed; under zig-zag placement
 (`parallel.context_layout`) every device has the same rest. Key/value heads travel as they are, not repeated for their queries.
 
-With Ulysses, the devices of a group exchange heads for positions before and after; alone, it is a ring of one group.
+With Ulysses, the devices of a group exchange heads for positions before and after; alone, it is a ring of one group. A row that
+is whole on its device is a ring of one, for backends that have no other way to attend to it.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _attend(q, k, v, segments, window, ring):
 
 
 def _forward(q, k, v, segments, window, ring):
-    part, steps, settings = BACKENDS[ring.backend].forward, _Steps(ring, segments, q), ring.settings
+    part, steps, settings = BACKENDS[ring.backend].forward, _Steps(ring, segments, q, window), ring.settings
     here, held = steps.positions(0), jnp.concatenate([k, v], 2)
     passing = steps.send(held) if steps.count > 1 else None
     done = part(q, k, v, Mask(here, here, window, ring.causal), settings)
@@ -97,7 +98,7 @@ def _forward(q, k, v, segments, window, ring):
     def compute(done, held, step):
         def some(queries, keys):
             (q, at), (kv, key_at) = queries, keys
-            return part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings)
+            return part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at), settings)
 
         return steps.merge(done, some, (q, here), (held, steps.positions(step)), step)
 
@@ -116,7 +117,7 @@ def _forward(q, k, v, segments, window, ring):
 
 def _backward(ring, residuals, gradients):
     (q, k, v, segments, window, out, lse), (g, g_lse) = residuals, gradients
-    part, steps, settings = BACKENDS[ring.backend].backward, _Steps(ring, segments, q), ring.settings
+    part, steps, settings = BACKENDS[ring.backend].backward, _Steps(ring, segments, q, window), ring.settings
     here, held = steps.positions(0), jnp.concatenate([k, v], 2)
     saved = Saved(out, lse, row_sums(g, g_lse, out), g)
     passing = steps.send(held) if steps.count > 1 else None
@@ -126,7 +127,7 @@ def _backward(ring, residuals, gradients):
     def compute(dq, held, step):
         def some(queries, keys):
             (q, at, saved), (kv, key_at) = queries, keys
-            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at, window), settings, saved)
+            dq, *sums = part(q, *jnp.split(kv, 2, 2), steps.mask(at, key_at), settings, saved)
             return dq, jnp.concatenate(sums, 2)
 
         return steps.add(dq, some, (q, here, saved), (held, steps.positions(step)), step)
@@ -155,15 +156,19 @@ _attend.defvjp(_forward, _backward)
 class _Steps:
     """The steps of the ring: which device's keys are at hand in each, and what is computed. All arrays are [B, T, ...]."""
 
-    def __init__(self, ring: Ring, segments: jax.Array, q: jax.Array):
-        layout = ring.layout
+    def __init__(self, ring: Ring, segments: jax.Array, q: jax.Array, window: jax.Array | int):
+        layout, self.window = ring.layout, window
         self.layout, self.context, self.segments, self.causal = layout, layout.context, segments, ring.causal
         self.count, self.length = layout.context.ring, q.shape[1]
         self.own = axis_index(layout, "sequence") // self.context.group
 
-    def mask(self, queries: Positions, keys: Positions, window: jax.Array | int) -> Mask:
+    def mask(self, queries: Positions, keys: Positions) -> Mask:
         """The mask of a step after the first. Whole chunks are then earlier than the queries, or are not attended to at all."""
-        return Mask(queries, keys, window, causal=False)
+        return Mask(queries, keys, self.window, causal=False)
+
+    def sees(self, step: jax.Array | int) -> jax.Array:
+        """Whether, in contiguous order, the keys of a step after the first are earlier and within the window."""
+        return (self.own >= step) & ((self.window == 0) | ((step - 1) * self.length + 1 < self.window))
 
     def send(self, x: jax.Array) -> jax.Array:
         """Sends x to the next device of the ring and returns what the device before has sent."""
@@ -182,7 +187,7 @@ class _Steps:
         if not self.causal:
             return merge(done, some(queries, keys))
         if not self.context.zigzag:
-            return jax.lax.cond(self.own >= step, lambda: merge(done, some(queries, keys)), lambda: done)
+            return jax.lax.cond(self.sees(step), lambda: merge(done, some(queries, keys)), lambda: done)
         earlier, pairs = self._pairs(queries, keys, step)
         late, either = _rows(some(*pairs))
         first, second = halves(done)
@@ -205,7 +210,7 @@ class _Steps:
             def nothing():
                 return jnp.zeros(dq.shape, jnp.float32), jnp.zeros(keys[0].shape, jnp.float32)
 
-            mine, sums = jax.lax.cond(self.own >= step, lambda: some(queries, keys), nothing)
+            mine, sums = jax.lax.cond(self.sees(step), lambda: some(queries, keys), nothing)
         else:
             mine, sums = some(queries, keys)
         return dq + mine, sums

@@ -100,6 +100,7 @@ def communication(
         *_weight_flags(collectives, shapes, compute_dtype),
         *_axis_flags(sums["bytes_per_step"], expected),
         *_attention_flags(module),
+        *_loop_flags(module),
     ]
     return Communication(
         lines=tuple(lines),
@@ -266,6 +267,22 @@ def _attention_flags(module: Module) -> list[Flag]:
         return []
     text = f"{len(masks)} attention kernels read a mask of all scores and skip none: causal attention could save half its time"
     return [Flag("dense attention mask", text, 0)]
+
+
+def _loop_flags(module: Module) -> list[Flag]:
+    """Loops of which only the data say how often they turn: a GPU copies the condition to the host in every turn."""
+    paths, flags = module.paths(), []
+    for loop in (i for i in module.nodes.values() if i.opcode == "while" and i.computation in paths):
+        if module.trip_count(loop) is None:
+            runs = sum(math.prod(outer.trips or 1 for outer in path) for path in paths[loop.computation])
+            frames = module.stack(loop.frame)
+            where = f", {frames[0].file.rpartition('jaxtrain/')[2]}:{frames[0].line}" if frames else ""
+            text = (
+                f"{loop.name} runs {runs:.0f} times a step, its data say how many turns each takes (counted here: 1), and "
+                f"every turn waits for the host [{_tail(loop.op_name)}{where}]"
+            )
+            flags.append(Flag("data-dependent loop", text, 0))
+    return flags
 
 
 def _short(operands: str) -> str:

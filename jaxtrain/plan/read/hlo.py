@@ -168,6 +168,11 @@ class Module:
         """All instructions by id."""
         return {i.id: i for computation in self.computations.values() for i in computation.instructions}
 
+    @property
+    def kernels(self) -> int:
+        """Instructions that launch a kernel, or several; about as many as the program has kernels, loops' bodies once."""
+        return sum(node.opcode in ("fusion", "custom-call") for node in self.nodes.values())
+
     @functools.cached_property
     def callers(self) -> dict[int, Instruction]:
         """Computation -> an instruction that names it."""

@@ -20,9 +20,8 @@ from jaxtrain.hardware import flops
 from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
 from jaxtrain.model.mlp import GATED
-from jaxtrain.parallel import context_layout as context
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, roofline
+from jaxtrain.plan.predict import closed_form, overhead, roofline
 from jaxtrain.plan.search.advice import Change
 from jaxtrain.remat.activations import kept_activations
 from jaxtrain.train.optimizer import STATE_NAMES
@@ -42,10 +41,11 @@ HOST_SHARE = 0.5  # of the host's memory may be pinned; loader, checkpoints and 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with what the formulas say of it."""
+    """A layout with what the formulas say of it. `estimated`: bytes of a device beside `bytes`, of `overhead.overhead`."""
 
     change: Change
     bytes: int
+    estimated: int
     seconds: float
 
     @property
@@ -120,11 +120,12 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     parameters, share = recomputed(config)
     rates, peak = topology.basis.rates, topology.gpu.bf16_flops * topology.size
     compute = (products + 2 * parameters * tokens) / (rates.product * peak)
-    # Forward 4, backward 10 of what the model's 12 stand for. A mask of the whole row is not skipped: all scores, not half.
-    in_parts = closed.mesh["sequence"] > 1 and context.method(config) != "all_gather"
+    # Forward 4, backward 10 of what the model's 12 stand for. cuDNN computes all scores of a row under the mask of a window.
     unfused = UNFUSED if cudnn_refusal(config) or config.runtime.attention not in ("auto", "cudnn") else 1.0
     forward = 4 / 12 * (1 + share) / rates.attention + 10 / 12 / rates.attention_backward
-    compute += unfused * (1 if in_parts else 2) * attention * forward / peak
+    scores = 12 * tokens * config.data.seq_len_tokens * m.num_layers * m.num_heads * m.head_dim
+    windows = m.sliding_window_tokens and unfused == 1.0
+    compute += unfused * (scores if windows else attention) * forward / peak
     links = roofline.Links(topology.gpu, topology.per_node, closed.mesh, rates)
     waited = hidden = 0.0
     for axes, size in closed.axis_bytes().items():
@@ -208,7 +209,9 @@ def _candidates(config, topology, all_settings: Iterable[dict[str, Any]]) -> Ite
             continue
         if sum(closed.host.values()) <= HOST_SHARE * topology.gpu.host_memory_bytes:
             change = Change(tuple(settings.items()), "other")
-            yield Candidate(change, closed.total, seconds(trial, topology, closed))
+            links = roofline.Links(topology.gpu, topology.per_node, closed.mesh)
+            estimated = sum(overhead.overhead(trial, closed, links).values())
+            yield Candidate(change, closed.total, estimated, seconds(trial, topology, closed))
 
 
 def _sorted(found: Iterable[Candidate]) -> list[Candidate]:

@@ -48,6 +48,7 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
         "verdict": of(plan, "verdict", "peak_bytes", "usable_bytes", "headroom_bytes"),
         "memory": {
             "closed_form": plan.closed.rows,
+            "estimated": plan.estimated,
             "closed_form_activations": plan.closed.activations,
             **of(ledger, "rows", "parts", "host", "peak_at"),
             "total_bytes": ledger.total if ledger else None,

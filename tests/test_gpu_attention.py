@@ -1,0 +1,99 @@
+"""Attention in the step that GPUs would run, compiled here without one: loops of known length, and what cuDNN is given."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+from hlo_text import module as read_text
+
+from jaxtrain import config as configs
+from jaxtrain.plan import compile as plan
+from jaxtrain.plan.predict import communication
+from jaxtrain.plan.read import hlo
+
+needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
+pytestmark = pytest.mark.plan
+
+T = 4096
+SMALL = (
+    "model.vocab_size=512",
+    "model.embed_dim=256",
+    "model.mlp_dim=256",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.max_len_tokens=8192",
+    f"data.seq_len_tokens={T}",
+    "data.global_batch_rows=2",
+    "train.accumulation_steps=1",
+    "mesh.data=1",
+)
+WINDOW = "model.sliding_window_tokens=1024"
+CAPPED = ("model.num_layers=4", WINDOW, "model.global_attention_every=2", "model.attention_softcap=50.0", "mesh.fsdp=2")
+RING = ("model.num_layers=2", WINDOW, "precision.compute_dtype=float32", "mesh.fsdp=1", "mesh.sequence=2")
+WHOLE = ("model.num_layers=2", "mesh.fsdp=2")
+
+
+@functools.cache
+def module(*changes: str) -> hlo.Module:
+    overrides = [tuple(change.split("=")) for change in (*SMALL, *changes)]
+    return plan.compile_step(configs.load("configs/llama3_1b.py", overrides), "h200:1x2").module
+
+
+@needs_plugin
+@pytest.mark.parametrize("changes", [CAPPED, RING], ids=["capped, windows", "float32, ring, window"])
+def test_no_loop_depends_on_data(changes):
+    """Soft caps, windows, float32 and rings with windows: what cuDNN cannot do."""
+    compiled = module(*changes)
+    loops = [i for i in compiled.nodes.values() if i.opcode == "while"]
+    assert loops and [i.name for i in loops if compiled.trip_count(i) is None] == []
+    assert communication._loop_flags(compiled) == []
+    pairs = {compiled.trip_count(i) for i in loops}
+    triangle, band = 4 * 5 // 2, 4 + 3  # of blocks of 1024
+    wanted = {triangle, band} if changes == CAPPED else {2 + 1}
+    assert wanted <= pairs
+
+
+@needs_plugin
+def test_whole_rows_are_cut_into_squares_and_rectangles():
+    """A causal half of the scores, and little more: the squares on the diagonal have a mask, the rectangles lengths."""
+    found = set()
+    for i in module(*WHOLE).nodes.values():
+        if re.fullmatch(r"__cudnn\$fmha\w*Softmax(Backward)?", i.target):
+            scores = i.config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
+            found.add((int(scores[0]), int(scores[3]), "ScaleBias" in i.target))
+    assert found == {(4, 1024, True), (2, 1024, False), (1, 2048, False)}
+    assert communication._attention_flags(module(*WHOLE)) == []
+    assert 4 * 1024**2 + 2 * 1024**2 + 2048**2 < 0.7 * T**2
+
+
+def test_a_loop_that_depends_on_data_is_flagged():
+    """By its name, how often it runs, and where it comes from."""
+    text = """HloModule m, is_scheduled=true
+
+%inner (s: (s32[], s32[])) -> (s32[], s32[]) {
+  ROOT %s = (s32[], s32[]) parameter(0)
+}
+
+%until (s: (s32[], s32[])) -> pred[] {
+  %s = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] get-tuple-element(%s), index=1
+  ROOT %go = pred[] compare(%i, %n), direction=LT
+}
+
+%layers (s: (s32[], s32[])) -> (s32[], s32[]) {
+  %s = (s32[], s32[]) parameter(0)
+  ROOT %blocks = (s32[], s32[]) while(%s), condition=%until, body=%inner, metadata={op_name="jit(step)/attention/while"}
+}
+
+ENTRY %main (s: (s32[], s32[])) -> (s32[], s32[]) {
+  %s = (s32[], s32[]) parameter(0)
+  ROOT %w = (s32[], s32[]) while(%s), condition=%until, body=%layers, backend_config={"known_trip_count":{"n":"12"}}
+}
+"""
+    [flag] = communication._loop_flags(read_text(text))
+    assert flag.name == "data-dependent loop"
+    assert flag.text.startswith("blocks runs 12 times a step") and flag.text.endswith("[jit(step)/attention/while]")
