@@ -33,7 +33,7 @@ def local(folder: str | os.PathLike) -> pathlib.Path:
 def _no_web(folder: str) -> str:
     if is_web(folder):
         raise UserError(
-            f"{folder}: a web server has no folders; use one on this machine (from a hub: `hf download REPO --local-dir=FOLDER`), "
+            f"{folder}: a web server has no folders; use a local one (from a hub: `hf download REPO --local-dir=FOLDER`) "
             "or in object storage (s3://, gs://)"
         )
     return folder
