@@ -198,7 +198,9 @@ def compile_together(setup: Setup, programs) -> jax.stages.Compiled:
     return lowered.compile(compiler_options=compiler.NEEDED_OPTIONS | {"xla_backend_optimization_level": 0})
 
 
-SAME_PROGRAM = re.compile("one document|a row of|documents of|window, packed|triangle, packed|rectangle, (partial|nothing|one)")
+SAME_PROGRAM = re.compile(
+    "one document|a row of|documents of|window, packed|triangle, packed|rectangle, (partial|nothing|one)|experts, (uneven|all)"
+)
 
 
 def tried(comparisons):
@@ -380,11 +382,11 @@ def test_a_cpu_gives_no_rates(small):
 @needs_plugin
 @pytest.mark.plan
 def test_steps_are_planned_for_the_gpus_at_hand(tmp_path, monkeypatch):
-    """The plan of a step, by planned and by measured rates; and that is what is run: its program compiles for the GPU."""
-    monkeypatch.setattr(models, "DENSE", (models.DENSE[2],))
+    """The plan of a step, by planned and by measured rates."""
+    monkeypatch.setattr(models, "DENSE", models.DENSE[:1])
     monkeypatch.setattr(models, "MIXTURE", ())
-    monkeypatch.setitem(models.MODELS, "llama3_1b", models.MODELS["llama3_1b"] | {"num_layers": 2})
+    monkeypatch.setitem(models.MODELS, "llama3_1b", models.MODELS["llama3_1b"] | {"num_layers": 2, "vocab_size": 4096})
     setup = Setup((), False, None, tmp_path, found={"gpu": "h200", "count": 2, "rates": {"product": 0.01}})
     memory, step = models.plans(setup)
     [planned] = setup.found["plans"].values()
-    assert planned["fitted_s"] > 2 * planned["step_s"] > 0 and memory.value * 2**30 == planned["peak_bytes"] > 2**30
+    assert planned["fitted_s"] > 2 * planned["step_s"] > 0 and memory.value * 2**30 == planned["peak_bytes"] > 2**29
