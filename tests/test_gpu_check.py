@@ -25,6 +25,7 @@ from jaxtrain.hardware import rates as hardware_rates
 from jaxtrain.model.attention import blockwise
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.plan import compile as compiler
+from jaxtrain.plan.predict.products import Product
 from jaxtrain.runtime import compat
 from jaxtrain.train.program import build_program
 
@@ -325,11 +326,12 @@ def test_profile(small_step):
 
 def times_of(true: hardware_rates.Rates, gpu) -> dict:
     """What would be measured where rates are the given ones."""
-    flops = 1e12
+    flops, one = 1e12, dataclasses.replace(true, product=true.product_ceiling)
+    alone = Product(1, 8192, 14_336, 4096, "bf16").seconds(gpu, one)
     made = {
         "products": {
             **{f"{what} 8192x1x1": (flops / (true.product * gpu.bf16_flops), flops) for what in ("qkv", "out", "up", "down")},
-            "alone, up 8192x1x1": (flops / (true.product_ceiling * gpu.bf16_flops), flops),
+            "alone, up 8192x4096x14336": (alone, flops),
             "fp8 numbers, up 8192x1x1": (flops / (true.product_fp8 * gpu.fp8_flops), flops),
             "qkv 1024x1x1": (1.0, 1.0),
         },
@@ -346,7 +348,7 @@ def times_of(true: hardware_rates.Rates, gpu) -> dict:
     sent = made["collective_programs"] = {}
     for program in rates.collective_programs(Setup(tuple(jax.devices()), False, gpu, pathlib.Path())):
         kind, count = re.match(r"([\w-]+), (\d) devices", program.name).groups()
-        took = fit.predicted(true, gpu, fit.KINDS.get(kind, kind), int(count), program.work)
+        took = fit.predicted(true, gpu, kind, int(count), program.work)
         sent[program.name] = took, program.work
     return made
 
@@ -355,7 +357,9 @@ def test_rates_are_found_again(tmp_path):
     """From the times that known rates give; the file is read by plans, with the band of the steps."""
     gpu = gpus.by_key("h200")
     changed = dict(product=0.66, product_ceiling=0.81, product_fp8=0.5, attention=0.6, attention_backward=0.4, memory=0.9)
-    changed |= dict(host=0.5, kernel_s=2e-6, host_loop_s=4e-5, nvlink=0.7, collective_s=2e-5, nvlink_step_s=2e-6)
+    changed |= dict(
+        host=0.5, kernel_s=2e-6, host_loop_s=4e-5, nvlink=0.7, collective_s=2e-5, nvlink_step_s=2e-6, nvlink_half_bytes=5e5
+    )
     true = dataclasses.replace(hardware_rates.RATES, **changed)
     versions = {"jax": "0.10.2", "jaxlib": "0.10.2", "cudnn": "9.10.2", "driver": "570"}
     found = {"work": times_of(true, gpu), "gpu": "h200", "count": 8, "versions": versions}

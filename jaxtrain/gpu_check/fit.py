@@ -20,6 +20,7 @@ from jaxtrain.gpu_check.records import Row, Setup, skipped
 from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.predict.roofline import Links
 
 KINDS = {"permute": "collective-permute"}  # names in HLO that are not those of `rates.COLLECTIVES`
@@ -39,11 +40,15 @@ def fitted(found: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
             result[rate] = min(1.0, statistics.median(values) / peak)
 
     share("product", gpu.bf16_flops, "products", r"^(qkv|out|up|down) 8192x")
-    share("product_ceiling", gpu.bf16_flops, "products", r"^alone, up 8192x")
     share("product_fp8", gpu.fp8_flops, "products", r"^fp8 numbers, up 8192x")
     share("attention", gpu.bf16_flops, "attention", "^cudnn, forward$")
     share("memory", gpu.memory_bytes_per_s, "memory", "^add 1 to (67,108,864|536,870,912)|^sum of rows")
     share("host", gpu.host_bytes_per_s, "host_copies", "^both at once")
+    for name, (took, _) in work.get("products", {}).items():
+        if name.startswith("alone"):  # what the planned formula has for this shape at all of the peak
+            rows, total, columns = map(int, name.rpartition(" ")[2].split("x"))
+            whole = dataclasses.replace(hardware.RATES, product=1.0, product_ceiling=1.0)
+            result["product_ceiling"] = min(1.0, Product(1, rows, columns, total, "bf16").seconds(gpu, whole) / took)
     attention = work.get("attention", {})
     if {"cudnn, forward", "cudnn, forward and backward"} <= attention.keys():
         (first, amount), (both, _) = attention["cudnn, forward"], attention["cudnn, forward and backward"]
@@ -61,7 +66,7 @@ def _links(timed: Mapping[str, tuple[float, float]], gpu: Gpu) -> dict[str, floa
     points = []
     for name, (took, wire_bytes) in timed.items():
         kind, count = re.match(r"([\w-]+), (\d+) devices", name).groups()
-        points.append((KINDS.get(kind, kind), int(count), wire_bytes, took))
+        points.append((kind, int(count), wire_bytes, took))
     names = [name for name in LINK_RATES if hasattr(hardware.RATES, name)]
     if len(points) < 2 * len(names):
         return {}
@@ -76,8 +81,8 @@ def _links(timed: Mapping[str, tuple[float, float]], gpu: Gpu) -> dict[str, floa
 
 
 def predicted(rates: hardware.Rates, gpu: Gpu, kind: str, count: int, wire_bytes: float) -> float:
-    """Seconds of a collective alone on the links of one node, as plans have it."""
-    sent = types.SimpleNamespace(kind=kind, group_size=count, wire_bytes=wire_bytes, axes=("data",))
+    """Seconds of a collective of `rates.COLLECTIVES` alone on the links of one node, as plans have it."""
+    sent = types.SimpleNamespace(kind=KINDS.get(kind, kind), group_size=count, wire_bytes=wire_bytes, axes=("data",))
     return Links(gpu, count, {"data": count}, rates).seconds(sent)
 
 

@@ -6,6 +6,7 @@ written, collectives what a device sends ("bus bandwidth").
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.gpu_check import fit
 from jaxtrain.gpu_check.attention import Case, refusal, whole_row
 from jaxtrain.gpu_check.groups import group_layout, group_sizes
 from jaxtrain.gpu_check.records import MEASURED, Row, Setup, failed, rate, skipped
@@ -22,6 +24,7 @@ from jaxtrain.model import matmul_precision
 from jaxtrain.model.attention import ring
 from jaxtrain.parallel import collectives
 from jaxtrain.parallel.sharding import per_device
+from jaxtrain.plan.predict.products import Product
 
 TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 8192, 4096, 14_336, 32, 8, 128  # of an 8B model, a row of 8192 tokens
 SMALLER = 32  # by which small setups divide sizes
@@ -79,12 +82,15 @@ def products(setup: Setup) -> Iterator[Program]:
 
 
 def _product(setup, name, shapes, equation="BD,DF->BF", kind="compute", dtype="bfloat16", alone=False):
-    left, right = shapes
-    matmul = matmul_precision.make(kind)
-    fp8, flops = kind == "fp8" or dtype.startswith("float8"), 2.0 * left[0] * left[1] * right[1]
-    expected = _peak(setup, RATES.product_fp8, "fp8_flops") if fp8 else _peak(setup, RATES.product)
-    expected = expected / 2 if expected and dtype == "float32" else expected  # TF32
-    arguments, out = (array(setup, *left, dtype=dtype), array(setup, *right, dtype=dtype)), "bfloat16" if fp8 else dtype
+    (left, inner), (_, outer) = shapes
+    rows, total = (inner, left) if equation.startswith("BD,BF") else (left, inner)
+    matmul, fp8, flops = matmul_precision.make(kind), kind == "fp8" or dtype.startswith("float8"), 2.0 * left * inner * outer
+    expected = None
+    if setup.gpu:
+        rates = dataclasses.replace(RATES, product=RATES.product_ceiling) if alone else RATES
+        planned = Product(1, rows, outer, total, "f8" if fp8 else "f32" if dtype == "float32" else "bf16")
+        expected = flops / planned.seconds(setup.gpu, rates) / 1e12
+    arguments, out = tuple(array(setup, *shape, dtype=dtype) for shape in shapes), "bfloat16" if fp8 else dtype
     run = functools.partial(matmul, equation, dtype=jnp.dtype(out))
     return Program(name, run, arguments, flops, "TFLOP/s", expected, alone)
 
@@ -185,7 +191,6 @@ COLLECTIVES = {
 def collective_programs(setup: Setup) -> Iterator[Program]:
     """Every collective over 2 to 8 devices, from 64 KiB to 256 MiB of a device."""
     sizes = (2**12, 2**16) if setup.small else (2**16, 2**20, 2**24, 2**28)
-    expected = _peak(setup, RATES.nvlink, "nvlink_bytes_per_s")
     for ways in group_sizes(setup):
         layout = group_layout(setup, ways)
         for name, (function, share) in COLLECTIVES.items():
@@ -193,8 +198,9 @@ def collective_programs(setup: Setup) -> Iterator[Program]:
                 size = size // ways if name == "all-gather" else size  # of its result
                 run = per_device(layout, lambda x, f=function, lay=layout: (f(lay, x),), [ROWS], [ROWS])
                 x = jax.ShapeDtypeStruct((ways * size // 2,), jnp.bfloat16, sharding=layout.sharding(*reversed(ROWS)))
-                wanted = expected if size * share(ways) >= 2**23 else None
-                yield Program(f"{name}, {ways} devices, {size:,} bytes", run, (x,), size * share(ways), "GB/s", wanted)
+                sent = size * share(ways)
+                wanted = sent / fit.predicted(RATES, setup.gpu, name, ways, sent) / 1e9 if setup.gpu else None
+                yield Program(f"{name}, {ways} devices, {size:,} bytes", run, (x,), sent, "GB/s", wanted)
 
 
 def collective_rates(setup: Setup) -> Iterator[Row]:
