@@ -21,10 +21,10 @@ from jaxtrain.errors import UserError
 
 
 # Where the defaults are from. None was measured here, but product_ceiling: 788 TFLOP/s for a product of 8192^3 on an H200.
-# - product: what an H100 at 700 W sustains, about 640 of 989 TFLOP/s; taken as reported and then held against the published dense
-#   bfloat16 rows of docs/plan.md, not fitted to them. product_fp8: an estimate; fp8 draws more power for each clock.
-# - attention: FlashAttention-3 (Shah et al. 2024, figures 5 and 6) has 550 to 640 forward and 450 to 550 TFLOP/s backward for causal rows
-#   of 8192 and more, heads of 128, alone; a little less here, for the power limit.
+# - product: what an H100 at 700 W sustains, about 640 of 989 TFLOP/s; taken as reported and then held against the published
+#   dense bfloat16 rows of docs/plan.md, not fitted to them. product_fp8: an estimate; fp8 draws more power for each clock.
+# - attention: FlashAttention-3 (Shah et al. 2024) reaches up to 740 TFLOP/s forward for long rows alone; with causal order, backward
+#   and under the power limit it is less: estimates.
 # - memory: large copies reach 90% of the bandwidth, fusions with reductions and transposes less: an estimate.
 # - nvlink, network: NCCL's tests reach about 360 of 450 GB/s inside a DGX H100 and 340 of 400 between nodes for large messages;
 #   the half-sizes make that about 120, 240 and 320 GB/s for all-gathers of 8, 32 and 128 MiB over eight GPUs: an estimate.
