@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 # Where the defaults are from. None was measured here, but product_ceiling: 788 TFLOP/s for a product of 8192^3 on an H200.
 # - product: what an H100 at 700 W sustains, about 640 of 989 TFLOP/s; taken as reported and then held against the published
 #   dense bfloat16 rows of docs/plan.md, not fitted to them. product_fp8: an estimate; fp8 draws more power for each clock.
-# - attention: FlashAttention-3 (Shah et al. 2024) reaches up to 740 TFLOP/s forward for long rows alone; with causal order, backward
+# - attention: FlashAttention-3 (Shah et al. 2024) reaches up to 740 TFLOP/s forward for long rows; with causal order, backward
 #   and under the power limit it is less: estimates.
 # - memory: large copies reach 90% of the bandwidth, fusions with reductions and transposes less: an estimate.
 # - nvlink, network: NCCL's tests reach about 360 of 450 GB/s inside a DGX H100 and 340 of 400 between nodes for large messages;
