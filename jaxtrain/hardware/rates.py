@@ -57,7 +57,7 @@ class Rates:
 
 
 RATES = Rates()
-ERROR_BAND = 0.25  # share of a predicted step time, either way, with planned rates: docs/plan.md
+ERROR_BAND = 0.20  # share of a predicted step time, either way, with planned rates: by the published speeds of docs/plan.md
 NAMES = tuple(field.name for field in dataclasses.fields(Rates))
 VERSIONS = ("jax", "jaxlib", "cudnn", "driver")  # what a measurement depends on beside the GPU
 
