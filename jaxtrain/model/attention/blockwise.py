@@ -114,9 +114,8 @@ def backward(
     return jnp.moveaxis(dq[:, :, :, : q.shape[1]], 3, 1), dk, dv
 
 
-QUERIES, KEYS, FIRST, LIVE = range(
-    4
-)  # of a pair: its blocks, whether it is the first of its queries, 0 if it only fills the list
+# Of a pair: its block of queries and of keys, whether it is the first of its queries, and 0 if it only fills up the list.
+QUERIES, KEYS, FIRST, LIVE = range(4)
 
 
 class _Blocks:
@@ -178,31 +177,29 @@ class _Blocks:
     def over_pairs(self, add, carry):
         """A scan over the pairs of blocks: those of the layer's window, where layers have several."""
         windows = self.settings.windows or (0,)
-        lists = [self._pairs(window) for window in windows]
+        places = self._places()
+        tables = [_tables(places, self.lengths, (self.query_block, self.key_block), window) for window in windows]
+        device = 0
+        if len(tables[0]) > 1:
+            device = jnp.argmax(jnp.asarray([place[0] for place in places]) == self.mask.queries.index.reshape(-1)[0])
 
-        def over(pairs):
-            return lambda: jax.lax.scan(add, carry, pairs)[0]
+        def over(table):
+            return lambda: jax.lax.scan(add, carry, jnp.asarray(table)[device])[0]
 
-        run = over(lists[-1])
-        for window, pairs in zip(windows[:-1], lists[:-1], strict=True):
-            if pairs.shape != lists[-1].shape:
-                run = functools.partial(jax.lax.cond, jnp.asarray(self.mask.window) == window, over(pairs), run)
+        run = over(tables[-1])
+        for window, table in zip(windows[:-1], tables[:-1], strict=True):
+            if not np.array_equal(table, tables[-1]):  # a narrow row's windows may hide nothing
+                run = functools.partial(jax.lax.cond, jnp.asarray(self.mask.window) == window, over(table), run)
         return run()
 
-    def _pairs(self, window):
-        """[n, 4] int32: the pairs that this device computes."""
+    def _places(self):
+        """Positions of the queries of each device, one of which is this one; None where all queries see all keys."""
         context, (length, whole) = self.settings.context, self.lengths
         if not self.mask.causal or length != whole and context is None:
-            places = None
-        elif length == whole:
-            places = [np.arange(length)]
-        else:
-            places = [context.row_positions(device, np.arange(length), length) for device in range(context.devices)]
-        tables = _tables(places, self.lengths, (self.query_block, self.key_block), window)
-        if len(tables) == 1:
-            return jnp.asarray(tables[0])
-        first = jnp.asarray([place[0] for place in places])
-        return jnp.asarray(tables)[jnp.argmax(first == self.mask.queries.index.reshape(-1)[0])]
+            return None
+        if length == whole:
+            return [np.arange(length)]
+        return [context.row_positions(device, np.arange(length), length) for device in range(context.devices)]
 
 
 def _tables(places: list[np.ndarray] | None, lengths: tuple[int, int], sizes: tuple[int, int], window: int) -> np.ndarray:
