@@ -62,8 +62,7 @@ def forward(
     empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
 
     def add(carry, pair):
-        # While a block of queries is at work, what it has seen so far lies in `state`; `done` has the results up to there.
-        state, done = carry
+        state, done = carry  # of the block of queries at work; of all
         top, total, acc = jax.tree.map(lambda new, old: jnp.where(pair[FIRST], new, old), empty, state)
         q_i, k_j, v_j = blocks.of_pair(pair, (heads_q,), (heads_k, heads_v))
         scores, seen, _ = blocks.scores(q_i, k_j, pair)
@@ -74,15 +73,15 @@ def forward(
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(top - shift)
         product = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
-        total, acc = total * decay + weights.sum(-1), acc * decay[..., None] + product
-        some = total != 0.0  # a nan stays one
-        out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
-        lse = jnp.where(some, new_top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-        return ((new_top, total, acc), blocks.put(done, (out.astype(dtype), lse), pair[QUERIES])), None
+        state = new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
+        return (state, blocks.put(done, state, pair[QUERIES])), None
 
-    empty_lse = jnp.full(heads_q.shape[:4], -jnp.inf)
-    (_, done) = blocks.over_pairs(add, (empty, (jnp.zeros(heads_q.shape, dtype), empty_lse)))
-    return tuple(jnp.moveaxis(x[:, :, :, : q.shape[1]], 3, 1) for x in done)
+    zeros = (jnp.zeros(heads_q.shape[:4]), jnp.zeros(heads_q.shape[:4]), jnp.zeros(heads_q.shape, jnp.float32))
+    _, (top, total, acc) = blocks.over_pairs(add, (empty, zeros))
+    some = total != 0.0  # a nan stays one
+    out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
+    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+    return tuple(jnp.moveaxis(x[:, :, :, : q.shape[1]], 3, 1) for x in (out.astype(dtype), lse))
 
 
 def backward(
