@@ -19,6 +19,8 @@ gc.set_threshold(100_000, 50, 1000)
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Runs keep compiled programs in their workdirs. This process runs hundreds of them, and would keep all in the first's.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # Files that take longest, longest first: begun last, one would keep a worker busy when the others are done.
 LONGEST = (

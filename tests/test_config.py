@@ -390,7 +390,7 @@ def test_locations_are_left_behind(tmp_path):
     config = loaded(file(tmp_path), "data.paths=/etc", sources, "runtime.compile_cache_dir=/x", "train.num_steps=3")
     found = configs.without_locations(config)
     assert not found.data.sources and config.data.sources.web.paths == ("/etc",)
-    assert (found.data.paths, found.runtime.compile_cache_dir, found.train.num_steps) == (("python_stdlib",), "", 3)
+    assert (found.data.paths, found.runtime.compile_cache_dir, found.train.num_steps) == (("python_stdlib",), "auto", 3)
     assert found.is_locked and config.data.paths == ("/etc",)
 
 

@@ -70,9 +70,9 @@ def place(tmp_path_factory):
     for i in range(14):
         (folder / "corpus" / f"{i}.txt").write_text(" ".join(str(n * n) for n in range(i, 8 * i + 25)))
     (folder / "tiny.py").write_text(f"CORPUS = {str(folder / 'corpus')!r}\n{CONFIG}")
-    kept = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    kept = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache"
     before = {name: getattr(jax.config, name) for name in kept}
-    for name, value in zip(kept, (str(folder / "cache"), 0.0), strict=True):
+    for name, value in zip(kept, (str(folder / "cache"), 0.0, True), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield folder
@@ -659,6 +659,12 @@ def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
     run = train(place, workdir, *alone, "train.num_steps=5", "optimizer.learning_rate=1e30")
     assert run.code == 1 and "the run ended at step 5 with weights that are not saved: " in run.log, run.log
     assert "--config.checkpoint.restore_step=4 " in run.log and saved_steps(workdir) == [4]
+    with (
+        mock.patch.object(loop.stop, "proceed", side_effect=[True, False]),
+        mock.patch.object(loop.stop, "stopped", return_value=True),
+    ):  # a signal after that step
+        run = train(place, workdir, *alone, "train.num_steps=9", "optimizer.learning_rate=1e30")
+    assert "Step 5: no checkpoint is saved" in run.log and saved_steps(workdir) == [4], run.log
     assert train(place, workdir, *alone, "train.num_steps=5", "checkpoint.restore_step=4").code == 0
     assert saved_steps(workdir) == [5]
 

@@ -2,9 +2,15 @@
 
 import logging
 
+import jax
+import pytest
+
 from jaxtrain.config import default_config
+from jaxtrain.config.validate import problems
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.parallel import overlap
+from jaxtrain.parallel import mesh, overlap
+from jaxtrain.plan import compile
+from jaxtrain.train.program import build_program
 
 
 def options(platform="cuda", gpu=None, **changes):
@@ -32,6 +38,43 @@ def test_collectives_are_combined_by_the_gpus_link():
     assert found == {"a100-80g": 64, "h100": 128, "h200": 128, "b200": 256, "gb200": 256}
     asked = options(gpu="b200", combine_mib=32)
     assert (asked[gather], asked[reduce]) == (32 << 20, 8 << 20)
+
+
+def test_deterministic_operations_are_asked_for():
+    config = default_config()
+    default = overlap.compiler_options(config, "gpu")
+    config.runtime.deterministic = True
+    assert overlap.compiler_options(config, "gpu") == default | {"xla_gpu_exclude_nondeterministic_ops": True} != default
+    assert overlap.compiler_options(config, "cpu") == {}
+    config.runtime.compile_cache_dir = ""
+    assert [text for text in problems(config) if text.startswith("runtime.deterministic: needs runtime.compile_cache_dir")]
+
+
+@pytest.mark.plan
+def test_scatters_are_deterministic_where_asked():
+    """A sum into rows that repeat: with atomics, in any order; or sorted first."""
+    device = compile.describe("h200", 1, 1)[0]
+    where = jax.sharding.SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(*shape, sharding=where) for shape in (((64, 256), "f4"), ((512,), "i4"), ((512, 256), "f4"))]
+    lowered = jax.jit(lambda x, i, y: x.at[i].add(y)).trace(*shapes).lower(lowering_platforms=("cuda",))
+
+    def sorts(options):
+        return " sort(" in lowered.compile(compiler_options=compile.NEEDED_OPTIONS | options).as_text()
+
+    assert sorts(overlap.DETERMINISTIC) and not sorts({})
+
+
+def test_all_programs_of_the_model_get_the_options(monkeypatch):
+    monkeypatch.setattr(overlap, "compiler_options", lambda *_: {"xla_no_such_option": True})
+    config = default_config()
+    config.model.update(num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8)
+    config.data.update(seq_len_tokens=8, global_batch_rows=1)
+    program = build_program(config, mesh.build(config, jax.devices()[:1]))
+    state, batch, _ = program.abstract_step_arguments()
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    for function in (program.eval_step, program.logits):  # of the step, plans compiled for GPUs tell
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            function.lower(state.params, rows).compile()
 
 
 def test_flags_of_the_user_win_and_are_reported(monkeypatch, caplog):

@@ -17,11 +17,10 @@ from rich.console import Console
 from jaxtrain.config import ConfigError
 from jaxtrain.plan import compile, fallback
 from jaxtrain.plan.__main__ import main
-from jaxtrain.plan.predict import closed_form
+from jaxtrain.plan.predict import closed_form, overhead
 from jaxtrain.plan.read import collectives, memory
 from jaxtrain.plan.search import advice, compare
 from jaxtrain.plan.show import data, drawings, page, pipeline, report
-from jaxtrain.plan.study import RESERVED_BYTES
 
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
 
@@ -41,6 +40,10 @@ def test_report():
     assert second.startswith("8.03G parameters, 32.8k tokens a step in 1 microbatches")
     assert "Fits:" in text and "tokens/s" in text and "blocks.mlp.up.kernel" in text
     assert f"{plan().ledger.total:,} bytes" in text and f"{plan().ledger.xla_peak:,}" in text
+    for row, size in plan().estimated.items():
+        assert re.search(rf"{overhead.ROWS[row]} \(estimated\) +{size / 2**30:.2f}\n", text), text
+    everything = plan().ledger.total + sum(plan().estimated.values())
+    assert plan().estimated.keys() == overhead.ROWS.keys() and re.search(rf"\nall +{everything / 2**30:.2f} ", text)
 
 
 @needs_plugin
@@ -49,6 +52,7 @@ def test_json_has_the_whole_plan():
     found = json.loads(json.dumps(data.as_json(plan(), ())))
     assert found["schema"] == data.SCHEMA == 2 and found["topology"] == "h200:1x8"
     assert sum(found["memory"]["rows"].values()) == found["memory"]["total_bytes"] == found["verdict"]["peak_bytes"]
+    assert found["memory"]["estimated"] == plan().estimated
     assert len(found["memory"]["largest"]) == 20 and found["communication"]["lines"]
     assert found["time"]["step_s"] > 0 and 0 < found["time"]["error_band"] < 1 and found["time"]["rates"]["product"]
 
@@ -92,7 +96,15 @@ def test_page_is_self_contained_and_whole():
 
 def test_everything_drawn_has_a_color():
     style = importlib.resources.files("jaxtrain.plan.show").joinpath("page.css").read_text()
-    kinds = {"product", "attention", "memory", "wait", "copy", *(name.replace(" ", "-") for name in pipeline.NAMES.values())}
+    kinds = {
+        "product",
+        "attention",
+        "memory",
+        "wait",
+        "launch",
+        "copy",
+        *(name.replace(" ", "-") for name in pipeline.NAMES.values()),
+    }
     classes = {f"c-{row}" for row in memory.ROWS} | {f"k-{kind}" for kind in kinds | set(collectives.KINDS)}
     ends = tuple(re.findall(r'\[class\$="(\w+)"\]', style))
     assert {name for name in classes if not re.search(rf"\.{name}\b[ ,]", style) and not name.endswith(ends)} == set()
@@ -185,4 +197,5 @@ def test_what_the_partitioner_adds_is_flagged():
 @pytest.mark.plan
 def test_verdict():
     found = plan()
-    assert found.verdict == "fits" and found.headroom_bytes == found.gpu.memory_bytes - RESERVED_BYTES - found.ledger.total
+    estimated = sum(found.estimated.values())
+    assert found.verdict == "fits" and found.headroom_bytes == found.gpu.memory_bytes - estimated - found.ledger.total

@@ -9,14 +9,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import types
 
 import jax
+import jaxlib
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import cluster, machine, startup
+from jaxtrain.runtime import cluster, compat, machine, startup
+from jaxtrain.train import loop
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch_local.py")]
@@ -97,6 +103,15 @@ def test_wrong_values_are_refused(variables, words):
         cluster.find_processes(settings(), variables)
 
 
+LIMITS = {
+    *(f"xla_cpu_collective_{name}_seconds" for name in ("timeout", "call_warn_stuck_timeout", "call_terminate_timeout")),
+    *(f"xla_gpu_first_collective_call_{name}_timeout_seconds" for name in ("warn_stuck", "terminate")),
+    *("xla_gpu_executable_warn_stuck_timeout", "xla_gpu_executable_terminate_timeout"),
+    "xla_gpu_nccl_termination_timeout_seconds",
+    *(("xla_gpu_device_execution_terminate_timeout",) if jax.__version_info__ >= (0, 12) else ()),
+}
+
+
 def test_starts_as_configured_and_twice_is_harmless(tmp_path):
     result = python(
         f"""
@@ -105,7 +120,7 @@ def test_starts_as_configured_and_twice_is_harmless(tmp_path):
         startup.initialize(config)
         import jax, os
         print(jax.device_count(), jax.default_backend(), jax.config.jax_compilation_cache_dir, machine.devices_summary())
-        assert "terminate_timeout" in os.environ["XLA_FLAGS"]
+        print(os.environ["XLA_FLAGS"])
         config.runtime.fake_devices = 5
         try:
             startup.initialize(config)
@@ -113,10 +128,16 @@ def test_starts_as_configured_and_twice_is_harmless(tmp_path):
             print(error)
         """,
         "--config.runtime.fake_devices=3",
+        "--config.runtime.collective_timeout_s=1234",
+        XLA_FLAGS="--xla_gpu_nccl_termination_timeout_seconds=7",
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"3 cpu {tmp_path / 'cache'} 3 x fake CPU devices"), result.stdout
-    assert (tmp_path / "cache").is_dir()
+    devices, flags = result.stdout.splitlines()[:2]
+    folder = tmp_path / "cache" / machine.kernels_version()
+    assert devices.startswith(f"3 cpu {folder} 3 x fake CPU devices") and folder.is_dir()
+    # XLA ends the process at a flag that it does not know, so it knows them all. What the user has set stays.
+    limits = {name: value.rstrip("s") for name, value in re.findall(r"--(\w+)=(\w+)", flags)}
+    assert limits == dict.fromkeys(LIMITS, "1234") | {"xla_gpu_nccl_termination_timeout_seconds": "7"}
     assert "fake_devices=5: JAX already runs 3 cpu device(s)" in result.stdout
 
 
@@ -168,6 +189,79 @@ def test_warns_once_of_a_gpu_that_jax_cannot_use(tmp_path):
     warning = "this machine has 2 GPU(s) (NVIDIA Test), but JAX runs on the CPU: JAX is installed without CUDA"
     assert python(code, PATH=path).stderr.count(warning) == 1
     assert warning not in python(code, "--config.runtime.fake_devices=2", PATH=path).stderr  # the CPU was asked for
+
+
+@pytest.mark.plan
+def test_the_cuda_plugin_knows_the_time_limits():
+    """It reads XLA_FLAGS itself when it first compiles, and ends the process at a flag that it does not know."""
+    code = """
+        import jax
+        from jaxtrain.plan import compile
+        startup._set_time_limits(1234)
+        where = jax.sharding.SingleDeviceSharding(compile.describe("h200", 1, 1)[0])
+        traced = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((), "f4", sharding=where))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        print("add" in lowered.compile(compiler_options=compile.NEEDED_OPTIONS).as_text())
+        """
+    result = python(code, JAX_PLATFORMS="cpu")
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+
+
+@pytest.fixture
+def compile_cache(tmp_path):
+    """A folder in which this process keeps all that it compiles."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache"
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compat.use_compile_cache(tmp_path)
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_programs_are_kept_in_the_workdir_unless_jax_has_a_folder(compile_cache):
+    startup._use_compile_cache("auto", compile_cache / "run")
+    assert jax.config.jax_compilation_cache_dir == str(compile_cache)
+    jax.config.update("jax_compilation_cache_dir", None)
+    startup._use_compile_cache("auto", None)
+    assert jax.config.jax_compilation_cache_dir is None, "of commands that have no workdir of their own"
+    startup._use_compile_cache("auto", compile_cache / "run")
+    folder = compile_cache / "run" / "compile_cache" / machine.kernels_version()
+    assert jax.config.jax_compilation_cache_dir == str(folder) and f"jaxlib-{jaxlib.__version__}" in str(folder)
+
+
+def test_damaged_entries_of_the_compile_cache_are_replaced(compile_cache, caplog):
+    """What a killed writer or a full disk leaves: too short, empty, and with a wrong byte, which jax itself would not see."""
+
+    heard = []
+    jax.monitoring.register_event_listener(lambda name, **_: heard.append(name))
+
+    def run():
+        heard.clear()
+        assert float(jax.jit(lambda x: x * 41 + 1).lower(np.float32(1)).compile()(np.float32(1))) == 42
+        return sum("cache_hits" in name for name in heard)
+
+    assert run() == 0
+    [entry] = compile_cache.glob("*-cache")
+    whole = entry.read_bytes()
+    assert run() == 1
+    middle = len(whole) // 2
+    for damaged in (whole[:middle], b"", whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+        entry.write_bytes(damaged)
+        caplog.clear()
+        assert run() == 0 and f"{entry}: a damaged entry of the compile cache" in caplog.text
+        assert run() == 1 and [path.name for path in compile_cache.iterdir()] == [entry.name], "no half-written file stays"
+
+
+def test_damaged_results_of_the_autotuner_are_removed(compile_cache):
+    folder = compile_cache / "xla_gpu_per_fusion_autotune_cache_dir"
+    folder.mkdir()
+    for name, text in {"whole": "gemm {\n  algorithm: 5\n}\n", "short": "gemm {\n  algori", "empty": ""}.items():
+        (folder / f"{name}.textproto").write_text(text)
+    compat.use_compile_cache(compile_cache)
+    assert [path.name for path in folder.iterdir()] == ["whole.textproto"]
 
 
 def test_unwritable_compile_cache_is_refused(tmp_path):
@@ -297,3 +391,24 @@ def test_versions_name_what_computes():
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"} <= found.keys()
     assert machine.devices_summary().startswith("8 x fake CPU devices on ")
+
+
+@pytest.mark.parametrize(("platform", "order"), [("gpu", ["compiled", "weights"]), ("cpu", ["weights", "compiled"])])
+def test_weights_wait_for_the_compiler_where_it_times_kernels(platform, order, monkeypatch):
+    done, weights = [], threading.Event()
+
+    class Start:
+        def state(self, checkpointer):
+            done.append("weights")
+            weights.set()
+            return "state", 3
+
+    def compile_step(program):
+        weights.wait(0.3 if platform == "gpu" else 30)  # on a GPU in vain
+        done.append("compiled")
+        return "step", 1.0
+
+    monkeypatch.setattr(loop, "_compile_step", compile_step)
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(platform=platform)])
+    assert loop._compiled_and_begun(default_config(), None, Start(), None) == (("step", 1.0), ("state", 3))
+    assert done == order

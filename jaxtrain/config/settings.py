@@ -278,7 +278,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             60, "Within so long all processes end when one was killed, froze or is cut off from the others.", low=5
         ),
         "collective_timeout_s": Setting(
-            1800, "How long a device may wait for others in a collective, the first one included, before the run ends.", low=30
+            1800,
+            "How long a device may wait for others, in the first collective and at NCCL's start too, before the run ends; "
+            "since jax 0.12 also how long a GPU may work on a step.",
+            low=30,
         ),
         "grace_s": Setting(
             300,
@@ -287,7 +290,17 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             low=1,
         ),
         "check_memory": Setting(False, "Stop before weights are made when the compiled step cannot fit the device."),
-        "compile_cache_dir": Setting("", "Folder for compiled programs, kept between runs; empty: none.", location=True),
+        "compile_cache_dir": Setting(
+            "auto",
+            "Folder for compiled programs and for the kernels that XLA's autotuner chose, shared by all hosts, so that another "
+            "start runs the same. auto: WORKDIR/compile_cache, unless JAX_COMPILATION_CACHE_DIR is set; empty: none.",
+            location=True,
+        ),
+        "deterministic": Setting(
+            False,
+            "On GPUs: XLA's deterministic operations alone, so that steps repeat bit for bit on as many GPUs of the same kind; "
+            "slower. Needs compile_cache_dir.",
+        ),
     },
 }
 

@@ -34,8 +34,10 @@ def require_valid(config: ml_collections.ConfigDict, num_devices: int | None = N
 
 
 def known_devices(config: ml_collections.ConfigDict, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Devices of all processes where settings alone tell: fake ones. None: only the machine knows."""
+    """Devices of all processes where settings alone tell: fake ones. None: only the machine, or a launcher, knows."""
     processes = config.runtime.num_processes or environment.get("JAX_NUM_PROCESSES") or 1
+    if processes == 1 and any(map(environment.get, ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NODELIST"))):
+        return None  # how many `runtime.cluster` will find, with devices
     return config.runtime.fake_devices * int(processes) or None if str(processes).isdecimal() else None
 
 
@@ -347,6 +349,10 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(f"runtime.coordinator_address={address}: {reason}")
     if config.runtime.fake_devices and config.runtime.platform == "gpu":
         found.append(f"runtime.fake_devices: {config.runtime.fake_devices} CPU devices asked for with runtime.platform=gpu")
+    if config.runtime.deterministic and not config.runtime.compile_cache_dir:
+        found.append(
+            "runtime.deterministic: needs runtime.compile_cache_dir, else another start may take other kernels; set auto"
+        )
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes

@@ -17,7 +17,8 @@ Head, embedding, router, attention and everything between products stay as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,6 +35,14 @@ Peaks = tuple[jax.Array | None, jax.Array | None]
 # dtype, and the exponent of the power of two that scaled entries stay below.
 E4M3, E5M2 = (jnp.float8_e4m3fn, 8), (jnp.float8_e5m2, 15)
 SMALLEST = 2.0**-100  # peak: below it, entries are zero
+
+
+@contextlib.contextmanager
+def products_in(dtype: Any) -> Iterator[None]:
+    """Within it, float32 products of a program that computes in float32 are traced as such. By default GPUs take TF32 for them,
+    which rounds their operands to 10 bits of mantissa. Programs of another dtype are traced as ever."""
+    with jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext():
+        yield
 
 
 def make(kind: str) -> Matmul:

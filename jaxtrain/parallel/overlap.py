@@ -1,11 +1,13 @@
-"""How collectives hide behind compute on GPUs: the `overlap` settings, mapped onto XLA's flags in this one place.
+"""How collectives hide behind compute on GPUs: the `overlap` settings, mapped onto XLA's flags in this one place, and beside
+them what `runtime.deterministic` needs.
 
 What a flag cannot say is in the program itself: which weights are gathered a block ahead (`overlap.prefetch`, see
 `parallel.layer_loop`) and products in ring steps (`overlap.collective_matmul`, see `parallel.collective_matmul`).
 The rest is XLA's latency-hiding scheduler: it moves the start of a collective up and its end down, as far as its limits let it.
 
-The flags go to the compiler with the step (`compiler_options`), so the plan of a step and its run have the same ones. Flags
-that the user has set in XLA_FLAGS win and are reported; flags that this jax does not know are left out with a note.
+The flags go to the compiler with each program of the model (`compiler_options`), so the plan of a step and its run have the
+same ones. Flags that the user has set in XLA_FLAGS win and are reported; flags that this jax does not know are left out with a
+note.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ log = logging.getLogger(__name__)
 COMBINE_MIB = {"8.0": 64, "9.0": 128, "10.0": 256}
 DEFAULT_COMBINE_MIB = 128
 
+# No atomics in scatters, no kernels of cuDNN whose sums have no fixed order. Kernels are still tuned, unlike with
+# xla_gpu_deterministic_ops: the same ones come back from the autotuner's cache (runtime.compile_cache_dir).
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
+
 
 def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any]:
     """XLA flags for the settings of section `overlap` on a GPU (None: one that is not in the table)."""
@@ -48,12 +54,12 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any
 
 
 def compiler_options(config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """XLA options of the training step on a platform; none for CPUs."""
+    """XLA options of the programs of a model on a platform; none for CPUs."""
     if platform not in ("gpu", "cuda"):
         return {}
     by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
     options = {}
-    for name, value in flags(config.overlap, gpu).items():
+    for name, value in (flags(config.overlap, gpu) | (DETERMINISTIC if config.runtime.deterministic else {})).items():
         if name in by_user:
             log.info("%s: as set in XLA_FLAGS, not %s", name, value)
         elif _known(name, value):

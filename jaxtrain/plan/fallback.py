@@ -21,7 +21,7 @@ import ml_collections
 
 from jaxtrain.parallel import mesh
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, communication, roofline
+from jaxtrain.plan.predict import closed_form, communication, overhead, roofline
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.read import collectives, hlo
 from jaxtrain.plan.read.shapes import local_shapes
@@ -56,6 +56,7 @@ def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
     return Plan(
         **about(config, topology, name),
         closed=closed,
+        estimated=overhead.overhead(config, closed, roofline.Links(topology.gpu, topology.per_node, closed.mesh)),
         ledger=None,
         communication=sent,
         timeline=None,

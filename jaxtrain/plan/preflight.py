@@ -23,6 +23,11 @@ def expected(config: ml_collections.ConfigDict, devices: int) -> str:
     return f"{_size(found.total)} a device by formula: {parts}"
 
 
+def pinned_bytes(config: ml_collections.ConfigDict, devices: int) -> int:
+    """Bytes of pinned host memory that one of so many devices needs for what `memory.offload` names, by formula."""
+    return sum(closed_form.closed_form(config, devices).host.values())
+
+
 def compiled(step: Any, device: jax.Device) -> tuple[str, int, int | None]:
     """A line about the compiled step, the bytes it takes of a device, and the bytes there are (None: the device does not say).
 

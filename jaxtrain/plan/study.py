@@ -16,7 +16,7 @@ from jaxtrain.model import inventory
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.predict import closed_form, communication, overhead, roofline, timeline
 from jaxtrain.plan.predict.closed_form import ClosedForm
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.predict.timeline import Timeline
@@ -24,8 +24,6 @@ from jaxtrain.plan.read import memory
 from jaxtrain.plan.read.memory import Ledger
 from jaxtrain.plan.read.shapes import local_shapes
 
-# What a process needs of a device beside XLA's buffers: CUDA context, NCCL's buffers, loaded kernels. An estimate.
-RESERVED_BYTES = 2 << 30
 TIGHT = 0.05  # of the memory: less headroom than this is said to be tight
 
 
@@ -36,6 +34,7 @@ class Plan:
     Attributes:
       fallback: why nothing was compiled for GPUs, and what the plan is made of instead; "" if it was. Then ledger and timeline
         are None, and communication is as traced, None for very many devices.
+      estimated: bytes of a device by row of `overhead.ROWS`, which neither ledger nor closed form has.
       tokens: of a step, over all devices; model_flops: of a step, without recomputation.
     """
 
@@ -47,6 +46,7 @@ class Plan:
     tokens: int
     model_flops: float
     closed: ClosedForm
+    estimated: dict[str, int]
     ledger: Ledger | None
     communication: Communication | None
     timeline: Timeline | None
@@ -62,13 +62,13 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What must fit on a device: XLA's allocations, or without a compiler the closed form."""
+        """What XLA allocates on a device, or without a compiler the closed form."""
         return self.ledger.total if self.ledger else self.closed.total
 
     @property
     def usable_bytes(self) -> int:
-        """Of the device's memory."""
-        return usable_bytes(self.gpu)
+        """Of the device's memory, without what is estimated."""
+        return self.gpu.memory_bytes - sum(self.estimated.values())
 
     @property
     def headroom_bytes(self) -> int:
@@ -106,11 +106,6 @@ class Plan:
         return self.timeline.flops * self.topology.size / self.model_flops - 1
 
 
-def usable_bytes(gpu: Gpu) -> int:
-    """Of a device's memory, without what CUDA and NCCL keep."""
-    return gpu.memory_bytes - RESERVED_BYTES
-
-
 def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, name: str = "") -> Plan:
     """A plan of a config on a cluster, for which the step is compiled.
 
@@ -132,6 +127,7 @@ def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, n
     return Plan(
         **about(config, topology, name),
         closed=closed,
+        estimated=overhead.overhead(config, closed, links, {c.axes for c in found}, module.kernels),
         ledger=ledger,
         communication=sent,
         timeline=predicted,

@@ -6,13 +6,19 @@ No other module looks at a version of JAX or imports from jax._src.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
+import logging
 import os
+import pathlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src.lru_cache import LRUCache
 
+log = logging.getLogger("jaxtrain.runtime")
 _NEVER_S = 7 * 86_400
 
 
@@ -55,14 +61,68 @@ def share_cache_keys(processor: str) -> None:
     cache_key._hash_accelerator_config = lambda digest, devices: digest.update(processor.encode())
 
 
-def collective_flags(seconds: int) -> dict[str, int]:
-    """XLA's flags for how long a device waits for others in a collective before the program ends."""
-    return {
+def use_compile_cache(folder: pathlib.Path) -> None:
+    """Keeps compiled programs in a folder, and below it the kernels that XLA's autotuner chose. Process 0 writes, all read.
+
+    jax keeps whatever a writer that was killed has left, and reads it again at each start; here an entry appears whole, has its
+    digest with it, and is compiled anew when that does not fit. The autotuner's entries are text that ends with a line's end
+    (XLA itself writes them to another file first); shorter ones are removed.
+    """
+    from jax._src import compilation_cache
+
+    compilation_cache.LRUCache = _WholeEntries
+    if str(folder) != jax.config.values["jax_compilation_cache_dir"]:
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    for entry in (folder / "xla_gpu_per_fusion_autotune_cache_dir").glob("*.textproto"):
+        if not entry.read_bytes().endswith(b"\n"):
+            log.warning("%s: a damaged entry of the autotuner's cache is removed", entry)
+            entry.unlink(missing_ok=True)
+
+
+class _WholeEntries(LRUCache):
+    """jax's cache of files, whose entries end with the SHA-256 of what comes before."""
+
+    def get(self, key: str) -> bytes | None:
+        if (found := super().get(key)) is None:
+            return None
+        value, digest = found[:-32], found[-32:]
+        if hashlib.sha256(value).digest() == digest:
+            return value
+        log.warning("%s: a damaged entry of the compile cache; its program is compiled anew", self._file(key))
+        if jax.process_index() == 0:
+            self._file(key).unlink(missing_ok=True)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        value += hashlib.sha256(value).digest()
+        if self.eviction_enabled:  # jax locks the folder and counts what is in it
+            return super().put(key, value)
+        written = self._file(f".{socket.gethostname()}.{os.getpid()}.{key}")
+        try:
+            written.write_bytes(value)
+            written.replace(self._file(key))
+        finally:
+            written.unlink(missing_ok=True)
+
+    def _file(self, key: str) -> pathlib.Path:
+        return pathlib.Path(self.path) / f"{key}-cache"
+
+
+def collective_flags(seconds: int) -> dict[str, int | str]:
+    """XLA's flags for how long a device waits for others before the program ends: in a collective (by default 30 to 40 s, the
+    making of NCCL's communicators without end), and in work that does not end. XLA ends the process at a flag that it does not
+    know."""
+    since_12 = {"xla_gpu_device_execution_terminate_timeout": f"{seconds}s"} if jax.__version_info__ >= (0, 12) else {}
+    return since_12 | {
         "xla_cpu_collective_call_warn_stuck_timeout_seconds": seconds,
         "xla_cpu_collective_call_terminate_timeout_seconds": seconds,
         "xla_cpu_collective_timeout_seconds": seconds,
         "xla_gpu_first_collective_call_warn_stuck_timeout_seconds": seconds,
         "xla_gpu_first_collective_call_terminate_timeout_seconds": seconds,
+        "xla_gpu_executable_warn_stuck_timeout": seconds,
+        "xla_gpu_executable_terminate_timeout": seconds,
+        "xla_gpu_nccl_termination_timeout_seconds": seconds,
     }
 
 

@@ -15,6 +15,8 @@ import sys
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "numpy")
 CUDA_PLUGINS = {"cuda13": "jax_cuda13_plugin", "cuda12": "jax_cuda12_plugin"}  # extra of this package: module it brings
 
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
 
 def cuda_plugin() -> str:
     """Name and version of JAX's CUDA plugin, "" when it is not installed."""
@@ -55,6 +57,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def kernels_version() -> str:
+    """Names the versions that decide which kernels XLA has: "jaxlib-0.10.2-cudnn-9.1", of cuDNN only where it is a package."""
+    parts = {"jaxlib": _version("jaxlib"), "cudnn": next(filter(None, map(_version, CUDNN)), "")}
+    return "-".join(f"{name}-{version}" for name, version in parts.items() if version)
+
+
 def devices_summary() -> str:
     """One line for logs and reports: how many devices of which kind, in how many processes, on which processor."""
     import jax  # late: versions are compared before it is loaded
@@ -85,6 +93,22 @@ def instruction_sets() -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def host_memory_bytes() -> int | None:
+    """Memory that this process and others on its host may use together, by the kernel and by a container's limit; None where
+    neither says."""
+    found = []
+    for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = pathlib.Path(path).read_text().split()
+        except OSError:
+            continue
+        if text[0] == "MemTotal:":
+            found.append(int(text[1]) << 10)
+        elif text[0].isdecimal():
+            found.append(int(text[0]))
+    return min(found, default=None)
 
 
 def usable_cores() -> int:

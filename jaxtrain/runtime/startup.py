@@ -10,19 +10,26 @@ import functools
 import logging
 import os
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine
+from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine, pinned_memory
 from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
+AUTO = "auto"
 
 
-def initialize(config) -> None:
+def initialize(config, workdir: pathlib.Path | None = None, pinned_bytes: Callable[[Any, int], int] | None = None) -> None:
     """Sets JAX up as `config.runtime` says and starts its devices. Call it before anything else uses JAX; twice is harmless.
+
+    Args:
+      workdir: of a run, where it keeps compiled programs by default.
+      pinned_bytes: (config, devices of all processes) -> what one of them keeps in pinned host memory.
 
     Raises:
       ConfigError: settings or JAX_* variables that contradict each other, or of which one is missing.
@@ -34,16 +41,22 @@ def initialize(config) -> None:
     started = compat.devices_started()
     if not started:
         _set_time_limits(settings.collective_timeout_s)
-    _use_compile_cache(settings.compile_cache_dir)
+    _use_compile_cache(settings.compile_cache_dir, workdir)
+    gpus = None if started else local_devices.choose(settings, _on_cpu())
+    offloads = pinned_bytes and config.memory.offload and not _on_cpu() and machine.cuda_plugin()
+    if offloads and not started:
+        _reserve_pinned(config, len(gpus or ()), pinned_bytes)
     if processes.count > 1:
-        _connect(processes, settings)
+        _connect(processes, gpus)
     elif not started and not _on_cpu() and local_devices.asked_for(settings):
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local_devices.choose(settings))))
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus or ())))
     with chatter.hidden(config.observe.verbose):
         _start_devices(settings)
+    count = jax.local_device_count() if jax.default_backend() == "gpu" else 0
+    if offloads:  # again: the driver may have shown nothing, or JAX ran already
+        _reserve_pinned(config, count, pinned_bytes, started=True)
     if not started:
-        gpus = jax.local_device_count() if jax.default_backend() == "gpu" else 0
-        for warning in local_devices.require_all(settings, gpus, _on_cpu()):
+        for warning in local_devices.require_all(settings, count, _on_cpu()):
             log.warning("%s", warning)
     if processes.count > 1 and jax.default_backend() == "cpu":
         compat.share_cache_keys(f"{machine.cpu_name()} {machine.instruction_sets()}")
@@ -88,31 +101,41 @@ def _choose_platform(settings) -> None:
 
 
 def _set_time_limits(seconds: int) -> None:
-    """XLA's limits for a device that waits for others, 30 to 40 s by default: on few cores, or where a process compiles, some
-    come minutes after others."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    extra = [f"--{name}={value}" for name, value in compat.collective_flags(seconds).items() if name not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
+    """Sets XLA's limits for a device that waits for others. By default some are too short where devices come minutes after
+    each other, as on few cores or on many hosts, and some are endless. What XLA_FLAGS says itself stays."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    by_user = {flag.partition("=")[0] for flag in given}
+    extra = [f"--{name}={value}" for name, value in compat.collective_flags(seconds).items() if f"--{name}" not in by_user]
+    os.environ["XLA_FLAGS"] = " ".join([*given, *extra])
 
 
-def _use_compile_cache(folder: str) -> None:
+def _use_compile_cache(folder: str, workdir: pathlib.Path | None) -> None:
+    """Versions have folders of their own: XLA takes the autotuner's results from a folder whatever version wrote them."""
+    if folder == AUTO:
+        own = workdir and not jax.config.values["jax_compilation_cache_dir"]  # else the user told jax where
+        folder = str(workdir / "compile_cache") if own else ""
     if not folder:
         return
-    path = pathlib.Path(folder).expanduser().absolute()
+    path = pathlib.Path(folder).expanduser().absolute() / machine.kernels_version()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"runtime.compile_cache_dir={folder}: cannot be made: {error.strerror}: {error.filename}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"runtime.compile_cache_dir={folder}: not writable by this user")
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    compat.use_compile_cache(path)
 
 
 def _on_cpu() -> bool:
     return str(jax.config.values["jax_platforms"] or "") == "cpu"
 
 
-def _connect(processes: Processes, settings) -> None:
+def _reserve_pinned(config, gpus: int, pinned_bytes: Callable[[Any, int], int], started: bool = False) -> None:
+    devices = sum(control.gather(gpus))
+    pinned_memory.reserve(gpus * pinned_bytes(config, devices) if devices else 0, started)
+
+
+def _connect(processes: Processes, gpus: list[int] | None) -> None:
     """Connects JAX's own service, once, through the channel to the other processes.
 
     JAX aborts a process when its connection breaks or a peer is late, so its time limits are kept out of reach.
@@ -125,7 +148,6 @@ def _connect(processes: Processes, settings) -> None:
     channel.has_jax = True
     if jax.config.values["jax_cpu_collectives_implementation"] not in ("gloo", "mpi"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    gpus = local_devices.choose(settings, _on_cpu())
     compat.connect(f"127.0.0.1:{channel.service_port}", processes.count, processes.index, gpus)
 
 

@@ -60,7 +60,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         control.agree({"--workdir": str(workdir.resolve())})
         if config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes:
             lock.require_shared()
-        startup.initialize(config)
+        startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
         return _train(config, workdir, lock, started)
@@ -77,12 +77,7 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
     require_metric(config, list(corpus.eval))
     with open_checkpointer(config, workdir) as checkpointer:
         start.check(checkpointer)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # weights are read or made while the step compiles
-            compiling = pool.submit(_compile_step, program)
-            if config.runtime.check_memory:
-                preflight.require_fits(config, compiling.result()[0], jax.local_devices()[0], jax.device_count())
-            state, steps_done = start.state(checkpointer)
-            step_compiled, compile_s = compiling.result()
+        (step_compiled, compile_s), (state, steps_done) = _compiled_and_begun(config, program, start, checkpointer)
         control.agree({"the step to continue from": steps_done})  # and all have compiled
         log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
         first_process, finished = jax.process_index() == 0, steps_done >= config.train.num_steps
@@ -194,6 +189,7 @@ class _Session:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
         if self.keeper.due(step, last=True) and step > self.start:
+            self.keeper.judge(step, sound(state.params))
             self.keeper.save(step, state, {})
         self.keeper.wait()
         raise stop.error(f"step {step} was the last", self.keeper.newest())
@@ -314,6 +310,24 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
     log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
     log.info("Memory: %s", preflight.expected(config, jax.device_count()))
     log.info("Data: %s", corpus.summary)
+
+
+def _compiled_and_begun(
+    config, program: Program, start: Start, checkpointer
+) -> tuple[tuple[Any, float], tuple[TrainState, int]]:
+    """The step (`_compile_step`) and the state to begin with (`Start.state`).
+
+    Weights are read or made while the step compiles, but not on GPUs: there the compiler times kernels, on the same device.
+    """
+    device = jax.local_devices()[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(_compile_step, program)
+        if config.runtime.check_memory:
+            preflight.require_fits(config, compiling.result()[0], device, jax.device_count())
+        if device.platform == "gpu":
+            compiling.result()
+        state = start.state(checkpointer)
+        return compiling.result(), state
 
 
 def _compile_step(program: Program) -> tuple[Any, float]:

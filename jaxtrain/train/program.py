@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.hardware import gpus as hardware
-from jaxtrain.model import execution
+from jaxtrain.model import execution, matmul_precision
 from jaxtrain.model.batch import Batch
 from jaxtrain.model.decoder import Decoder
 from jaxtrain.model.inventory import Inventory
@@ -140,6 +140,11 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
     f = Functions(config, execution.of_config(config, layout, device))
     once = functools.partial(jax.jit, compiler_options=compat.run_once_options(device.platform))
+    options = overlap.compiler_options(config, device.platform, gpu)
+
+    def jit(function, **settings):
+        return jax.jit(matmul_precision.products_in(f.execution.dtype)(function), compiler_options=options, **settings)
+
     rows, count = config.data.global_batch_rows, config.train.accumulation_steps
     return Program(
         config=config,
@@ -155,14 +160,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         eval_batch_sharding=layout.sharding(("batch", "length"), "activation"),
         init=once(f.init, out_shardings=f.state),
         begin={"opt_state": once(f.begin_optimizer, out_shardings=f.opt_state), "ema": once(f.begin_ema, out_shardings=f.ema)},
-        train_step=jax.jit(
-            f.train_step,
-            out_shardings=(f.state, f.whole),
-            donate_argnums=0,
-            compiler_options=overlap.compiler_options(config, device.platform, gpu),
-        ),
-        eval_step=jax.jit(f.evaluation, out_shardings=f.whole),
-        loss_and_grads=jax.jit(f.loss_and_grads, out_shardings=(f.whole, f.gradients)),
-        logits=jax.jit(f.logits, out_shardings=f.whole),
+        train_step=jit(f.train_step, out_shardings=(f.state, f.whole), donate_argnums=0),
+        eval_step=jit(f.evaluation, out_shardings=f.whole),
+        loss_and_grads=jit(f.loss_and_grads, out_shardings=(f.whole, f.gradients)),
+        logits=jit(f.logits, out_shardings=f.whole),
         merge=f.merge,
     )

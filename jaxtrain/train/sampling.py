@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.model import matmul_precision
 from jaxtrain.model.attention.block import Cache
 from jaxtrain.model.decoder import empty_cache
 from jaxtrain.parallel.parameters import sharded_parameters
@@ -107,9 +108,10 @@ def _dims(program):
 
 def _advance(program, weights, rows, start, cache):
     """Logits [B, V] of the last of T positions, and the cache. rows: tokens, segments, positions [B, T] from `start` on."""
-    decoder = program.merge(sharded_parameters(weights))
-    x, head, cache, *_ = decoder.hidden(*rows, cache=cache, start=start)
-    return decoder.logits(x[:, -1:], head)[:, 0], cache
+    with matmul_precision.products_in(program.dtype):
+        decoder = program.merge(sharded_parameters(weights))
+        x, head, cache, *_ = decoder.hidden(*rows, cache=cache, start=start)
+        return decoder.logits(x[:, -1:], head)[:, 0], cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -21,7 +21,7 @@ from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
 from jaxtrain.model.mlp import GATED
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, roofline
+from jaxtrain.plan.predict import closed_form, overhead, roofline
 from jaxtrain.plan.search.advice import Change
 from jaxtrain.remat.activations import kept_activations
 from jaxtrain.train.optimizer import STATE_NAMES
@@ -41,10 +41,11 @@ HOST_SHARE = 0.5  # of the host's memory may be pinned; loader, checkpoints and 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with what the formulas say of it."""
+    """A layout with what the formulas say of it. `estimated`: bytes of a device beside `bytes`, of `overhead.overhead`."""
 
     change: Change
     bytes: int
+    estimated: int
     seconds: float
 
     @property
@@ -208,7 +209,9 @@ def _candidates(config, topology, all_settings: Iterable[dict[str, Any]]) -> Ite
             continue
         if sum(closed.host.values()) <= HOST_SHARE * topology.gpu.host_memory_bytes:
             change = Change(tuple(settings.items()), "other")
-            yield Candidate(change, closed.total, seconds(trial, topology, closed))
+            links = roofline.Links(topology.gpu, topology.per_node, closed.mesh)
+            estimated = sum(overhead.overhead(trial, closed, links).values())
+            yield Candidate(change, closed.total, estimated, seconds(trial, topology, closed))
 
 
 def _sorted(found: Iterable[Candidate]) -> list[Candidate]:

@@ -25,7 +25,7 @@ from jaxtrain.plan import compile
 from jaxtrain.plan.search import candidates
 from jaxtrain.plan.search.advice import Change, changed
 from jaxtrain.plan.search.candidates import Candidate
-from jaxtrain.plan.study import study, usable_bytes
+from jaxtrain.plan.study import study
 
 BETTER = 1.05  # what is left is compiled while it is expected to take no longer than so many times the best so far
 SHARES = (0.6, 0.85, 1.0)  # of compilations and time, by the end of each round
@@ -75,6 +75,12 @@ def search(
     return search.best() + sorted((r for r in search.results.values() if not r.fits), key=lambda r: r.peak_bytes)
 
 
+def alike(found: Sequence[Result], band: float) -> list[int]:
+    """Numbers, from 1, of the layouts that fit and are slower than the first by less than the error band of predicted times."""
+    fitting = [result.step_s for result in found if result.fits]
+    return [number for number, step_s in enumerate(fitting[1:], 2) if step_s < fitting[0] * (1 + band)]
+
+
 class _Search:
     """What is known so far."""
 
@@ -95,7 +101,7 @@ class _Search:
 
     def missing(self, candidate: Candidate) -> int:
         """Bytes that a layout lacks, 0 or less if it fits."""
-        usable, result = usable_bytes(self.topology.gpu), self.results.get(str(candidate.change))
+        usable, result = self.topology.gpu.memory_bytes - candidate.estimated, self.results.get(str(candidate.change))
         if result and result.peak_bytes:
             return result.peak_bytes - usable
         return candidate.bytes + max(0, self._error(candidate)) - usable

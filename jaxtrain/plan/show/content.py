@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
+from jaxtrain.plan.predict import overhead
 from jaxtrain.plan.read.memory import ROWS
 from jaxtrain.plan.search.advice import Alternative
 from jaxtrain.plan.show import pipeline
-from jaxtrain.plan.study import RESERVED_BYTES, WHY, Plan
+from jaxtrain.plan.study import WHY, Plan
 
 GIB, MIB = 1 << 30, 1 << 20
 SHOWN_BUFFERS, SHOWN_COLLECTIVES, SHOWN_FLAGS = 20, 20, 12
@@ -21,12 +22,12 @@ class Table:
     """Titles of columns, ">" in front of those with numbers, and rows of text.
 
     Attributes:
-      keys: of rows that have a color in drawings, its name (of `memory.ROWS`); "" for the last row where it is a sum.
+      keys: of rows that have a color in drawings, its name (of `memory.ROWS`); "" for a row that is a sum, None for others.
     """
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    keys: tuple[str, ...] = ()
+    keys: tuple[str | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +97,8 @@ def room(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> Section:
     title = (
-        f"{plan.verdict.capitalize()}: {gib(plan.peak_bytes)} GiB of {gib(plan.gpu.memory_bytes)} GiB a GPU "
-        f"({gib(RESERVED_BYTES)} kept for CUDA and NCCL), {room(plan)}"
+        f"{plan.verdict.capitalize()}: {gib(plan.peak_bytes)} GiB of {gib(plan.gpu.memory_bytes)} GiB a GPU, and "
+        f"{gib(sum(plan.estimated.values()))} GiB estimated beside it, {room(plan)}"
     )
     notes = ()
     if plan.verdict != "does not fit" and plan.peak_bytes > 0.75 * plan.gpu.memory_bytes:
@@ -124,19 +125,23 @@ def _memory(plan: Plan) -> Table:
         largest = ", ".join(f"{name} {gib(size)}" for name, size in parts if size >= GIB // 100)
         compiled = gib(ledger.rows.get(row, 0)) if ledger else ""
         rows.append((ROWS[row], compiled, gib(formula[row]) if row in formula else "-", largest))
-    rows.append(("all", gib(ledger.total) if ledger else "", gib(plan.closed.total), ""))
-    return Table(("", ">compiled", ">by formula", "of it"), rows, (*keys, ""))
+    rows.append(("XLA's heap" if ledger else "all of these", gib(ledger.total) if ledger else "", gib(plan.closed.total), ""))
+    rows += [(f"{overhead.ROWS[row]} (estimated)", "", gib(size), "") for row, size in plan.estimated.items()]
+    estimated = sum(plan.estimated.values())
+    rows.append(("all", gib(ledger.total + estimated) if ledger else "", gib(plan.closed.total + estimated), ""))
+    return Table(("", ">compiled", ">by formula", "of it"), rows, (*keys, "", *(None for _ in plan.estimated), ""))
 
 
 def _explained(plan: Plan) -> Iterator[str]:
     if not (ledger := plan.ledger):
         return
     yield (
-        f"The rows add up to {ledger.total:,} bytes, what XLA allocates; its peak without fragmentation is "
+        f"XLA's heap is {ledger.total:,} bytes, to the byte what XLA allocates; its peak without fragmentation is "
         f"{ledger.xla_peak:,}, at {ledger.peak_at}"
     )
     if ledger.host:
         yield f"Pinned host memory: {gib(sum(ledger.host.values()))} GiB a GPU"
+    yield "Estimated: what no compiler says without a device (jaxtrain/plan/predict/overhead.py has formulas and sources)"
     for row in ROWS:  # those that differ from the formula by more than 1% of the peak
         more = ledger.rows.get(row, 0) - plan.closed.rows.get(row, 0)
         if abs(more) > 0.01 * ledger.total and row in WHY:
@@ -183,7 +188,8 @@ def _time(plan: Plan) -> Section:
         "memory-bound": t.memory_s,
         "exposed communication": t.exposed_s,
         "waiting for other stages": t.bubble_s,
-        "waiting for the host": t.host_s,
+        "waiting for copies from the host": t.host_s,
+        "waiting for the host's launches": t.launch_s,
     }
     split = [f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds or name in ("products", "attention")]
     return Section(

@@ -12,7 +12,18 @@ from jaxtrain.plan.show.content import SHOWN_BUFFERS
 from jaxtrain.plan.study import Plan
 
 SCHEMA = 2  # a field that changes its meaning or goes raises it
-_TIMES = ("step_s", "product_s", "attention_s", "memory_s", "exposed_s", "bubble_s", "host_s", "communication_s", "flops")
+_TIMES = (
+    "step_s",
+    "product_s",
+    "attention_s",
+    "memory_s",
+    "exposed_s",
+    "bubble_s",
+    "host_s",
+    "launch_s",
+    "communication_s",
+    "flops",
+)
 
 
 def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
@@ -37,6 +48,7 @@ def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
         "verdict": of(plan, "verdict", "peak_bytes", "usable_bytes", "headroom_bytes"),
         "memory": {
             "closed_form": plan.closed.rows,
+            "estimated": plan.estimated,
             "closed_form_activations": plan.closed.activations,
             **of(ledger, "rows", "parts", "host", "peak_at"),
             "total_bytes": ledger.total if ledger else None,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan.search.advice import Alternative
 from jaxtrain.plan.show import drawings
-from jaxtrain.plan.show.content import RESERVED_BYTES, STYLES, Section, Table, gib, heading, ms, room, sections
+from jaxtrain.plan.show.content import STYLES, Section, Table, gib, heading, ms, room, sections
 from jaxtrain.plan.study import Plan
 
 
@@ -55,7 +55,7 @@ def _drawn(section: Section, plan: Plan) -> Iterator[str]:
 def _cards(plan: Plan) -> str:
     cards = [
         (STYLES[plan.verdict], plan.verdict.capitalize(), room(plan)),
-        ("", f"{gib(plan.peak_bytes)} GiB", f"of {gib(plan.gpu.memory_bytes)}, {gib(RESERVED_BYTES)} of it reserved"),
+        ("", f"{gib(plan.peak_bytes)} GiB", f"of {gib(plan.usable_bytes)} beside what is estimated"),
     ]
     if t := plan.timeline:
         cards += [
