@@ -6,8 +6,8 @@ Hardware   8 x H100 SXM (or H200); with more nodes, data replicates the node.
 Memory     planned, not measured: 16 bytes x 2.614e9 parameters / 8 = 5.2 GB per GPU for weights, gradients
            and Adam moments in float32; block inputs of one row of 8192 tokens add 1.0 GB. Soft-capped
            scores exclude cuDNN: blockwise attention has 34 MB of them at a time.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

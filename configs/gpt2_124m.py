@@ -6,8 +6,8 @@ Hardware   8 x A100 80GB SXM, or any other number: data is what there is.
 Memory     planned, not measured: 16 bytes x 0.124e9 parameters = 2.0 GB per GPU for weights, gradients and
            Adam moments in float32; activations of 64 rows of 1024 tokens come on top (fewer GPUs: raise
            train.accumulation_steps).
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

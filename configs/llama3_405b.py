@@ -6,8 +6,8 @@ Hardware   512 x H100 SXM, 64 nodes of 8; with multiples of 512, data replicates
 Memory     planned, not measured: 16 bytes x 405.853e9 parameters / 512 = 12.7 GB per GPU for weights,
            gradients and Adam moments in float32; block inputs of one row of 8192 tokens, whole on each GPU
            of a node, add 33.8 GB.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Memory     planned, not measured: 16 bytes x 70.554e9 parameters / 64 = 17.6 GB 
            gradients and Adam moments in float32; block inputs of one row of 8192 tokens add 10.7 GB.
 Pipeline   --config=configs/llama3_70b.py:pipeline has a stage on each node, fully sharded inside it, for networks too slow
            for the above: between nodes go activations alone. 10% idle; 41.9 GiB per GPU as compiled (docs/pipeline.md).
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

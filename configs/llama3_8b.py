@@ -5,8 +5,8 @@
 Hardware   8 x H100 SXM (or H200); with more nodes, data replicates the node.
 Memory     planned, not measured: 16 bytes x 8.030e9 parameters / 8 = 16.1 GB per GPU for weights, gradients
            and Adam moments in float32; block inputs of two rows of 8192 tokens add 4.3 GB.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Hardware   64 x H200, 8 nodes: an expert on each GPU of a node, each expert's weights split over the nodes.
 Memory     planned, not measured: 16 bytes x 140.62e9 parameters / 64 = 35.2 GB per GPU for weights,
            gradients and Adam moments in float32; block inputs of two rows of 4096 tokens add 5.6 GB.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Hardware   8 x H100 SXM, or any other number: data is what there is.
 Memory     planned, not measured: 16 bytes x 0.596e9 parameters = 9.5 GB per GPU for weights, gradients and
            Adam moments in float32; activations of four rows of 4096 tokens come on top.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Hardware   8 x H200, 16 of the 128 experts on each.
 Memory     planned, not measured: 16 bytes x 30.532e9 parameters / 8 = 61.1 GB per GPU for weights,
            gradients and Adam moments in float32; block inputs of two rows of 4096 tokens add 1.6 GB.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Hardware   32 x H100 SXM, 4 nodes; with multiples of 32, data replicates them.
 Memory     planned, not measured: 16 bytes x 32.762e9 parameters / 32 = 16.4 GB per GPU for weights,
            gradients and Adam moments in float32; block inputs of four rows of 4096 tokens add 10.7 GB.
-Data       text files in the folder data/ unless --config.data.paths names others. Only the byte tokenizer
-           exists so far: ids stay below 258, while vocab_size stays the model's own.
+Data       the folder data/ unless --config.data.paths names text, JSON lines, Parquet or shards (docs/data.md). For the
+           model's own ids give --config.data.tokenizer=FOLDER/tokenizer.json; the default is bytes.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.runtime import chatter
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxtrain.plan.compile import Topology
     from jaxtrain.plan.search.search import Result
     from jaxtrain.plan.show.content import Table
 
@@ -59,7 +62,6 @@ def main(arguments: Sequence[str]) -> None:
     from jaxtrain.observe.progress import setup_logging
     from jaxtrain.plan import compile
     from jaxtrain.plan.search import search
-    from jaxtrain.plan.show.report import drawn
 
     setup_logging()
     if reason := compile.unavailable():
@@ -84,9 +86,7 @@ def main(arguments: Sequence[str]) -> None:
             lambda done, of, text: bar.update(task, completed=done, total=of, what=text),
         )
         bar.update(task, what="done")
-    console.print(drawn(_table(found), no_wrap=True))
-    for number, result in enumerate(found, 1):
-        console.print(f"{number:>2}: {result.reason}", markup=False, soft_wrap=True)
+    _show(found, topology, console)
     fitting = [result for result in found if result.fits]
     if not fitting:
         raise UserError(
@@ -95,6 +95,20 @@ def main(arguments: Sequence[str]) -> None:
         )
     out.write_text(search.override_file(args.config, fitting[0]))
     console.print(f"Wrote {args.out}: python -m jaxtrain.plan --config={args.out} --topology={topology}", markup=False)
+
+
+def _show(found: Sequence[Result], topology: Topology, console: Console) -> None:
+    """The table, what speaks for each layout, and which are too close to tell apart."""
+    from jaxtrain.plan.search import search
+    from jaxtrain.plan.show.report import drawn
+
+    console.print(drawn(_table(found), no_wrap=True))
+    for number, result in enumerate(found, 1):
+        console.print(f"{number:>2}: {result.reason}", markup=False, soft_wrap=True)
+    console.print(f"Times to within about {100 * topology.basis.error_band:.0f}%; rates {topology.basis}", soft_wrap=True)
+    if near := search.alike(found, topology.basis.error_band):
+        numbers = ", ".join(map(str, near))
+        console.print(f"Closer to the first than that, so measure which is faster: {numbers}", markup=False, soft_wrap=True)
 
 
 def _table(found: Sequence[Result]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -102,13 +103,15 @@ def test_links():
     assert links.rate(("data",)) == rates.network * h100.network_bytes_per_s
 
 
+EMPTY = collectives.Collective(0, "", "c", 0, "f32", (), 0, 0, (), 1, (), 1, True, (), 0, "")
+
+
 def test_time_of_a_collective():
     links = roofline.Links(hardware.by_key("h100"), **LINK)
 
     def seconds(kind, axes, size, members):
         wire = collectives.ring_bytes(kind, size, members)
-        one = collectives.Collective(0, kind, "c", 0, "f32", (), size, wire, axes, members, (), 1, True, (), 0, "")
-        return links.seconds(one)
+        return links.seconds(dataclasses.replace(EMPTY, kind=kind, wire_bytes=wire, axes=axes, group_size=members))
 
     one, two = (seconds("all-gather", ("tensor",), size, 2) for size in (2**26, 2**27))
     assert two - one == pytest.approx(2**26 / links.rate(("tensor",)))
@@ -118,7 +121,18 @@ def test_time_of_a_collective():
     assert seconds("all-gather", ("data",), 2**26, 4) > 8 * seconds("all-gather", ("tensor",), 2**26, 4), (
         "the network is slower"
     )
-    assert seconds("all-gather", ("tensor",), 8, 2) >= RATES.collective_s, "small ones cost their latency"
+    assert seconds("all-gather", ("tensor",), 8, 2) == pytest.approx(RATES.collective_s + RATES.nvlink_step_s, rel=1e-3)
+    # A step of a ring with as many bytes as the table's half-size takes as long again; small messages go another way.
+    half, latency = RATES.nvlink_half_bytes, RATES.collective_s + RATES.nvlink_step_s
+    assert seconds("all-gather", ("tensor",), half, 2) == pytest.approx(latency + 2 * half / links.rate(("tensor",)))
+    assert seconds("all-gather", ("tensor",), half / 8, 2) == pytest.approx(latency + half / 2 / links.rate(("tensor",)))
+    wide = roofline.Links(links.gpu, 8, {"fsdp": 64})
+    shares = []  # of the rate that is reached, for equal bytes sent by a device: the more members, the smaller the steps
+    for members in (8, 64):
+        one = dataclasses.replace(EMPTY, kind="reduce-scatter", wire_bytes=2**25, axes=("fsdp",), group_size=members)
+        own = wide if members == 64 else roofline.Links(links.gpu, 8, {"fsdp": 8})
+        shares.append(2**25 / own.rate(("fsdp",)) / own.seconds(one))
+    assert shares[1] < 0.5 * shares[0] < 0.4
 
 
 @needs_plugin

@@ -41,7 +41,7 @@ def test_report():
     assert "Fits:" in text and "tokens/s" in text and "blocks.mlp.up.kernel" in text
     assert f"{plan().ledger.total:,} bytes" in text and f"{plan().ledger.xla_peak:,}" in text
     for row, size in plan().estimated.items():
-        assert re.search(rf"{overhead.ROWS[row]} \(estimated\) +{size / 2**30:.2f}\n", text), text
+        assert re.search(rf"{overhead.ROWS[row]} \(estimated\) +{size / 2**30:.2f}\s", text), text
     everything = plan().ledger.total + sum(plan().estimated.values())
     assert plan().estimated.keys() == overhead.ROWS.keys() and re.search(rf"\nall +{everything / 2**30:.2f} ", text)
 
@@ -96,7 +96,15 @@ def test_page_is_self_contained_and_whole():
 
 def test_everything_drawn_has_a_color():
     style = importlib.resources.files("jaxtrain.plan.show").joinpath("page.css").read_text()
-    kinds = {"product", "attention", "memory", "wait", "copy", *(name.replace(" ", "-") for name in pipeline.NAMES.values())}
+    kinds = {
+        "product",
+        "attention",
+        "memory",
+        "wait",
+        "launch",
+        "copy",
+        *(name.replace(" ", "-") for name in pipeline.NAMES.values()),
+    }
     classes = {f"c-{row}" for row in memory.ROWS} | {f"k-{kind}" for kind in kinds | set(collectives.KINDS)}
     ends = tuple(re.findall(r'\[class\$="(\w+)"\]', style))
     assert {name for name in classes if not re.search(rf"\.{name}\b[ ,]", style) and not name.endswith(ends)} == set()

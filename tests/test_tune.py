@@ -246,13 +246,21 @@ def test_what_cannot_be_written_or_searched_is_said_before_the_search(tmp_path, 
     assert caught.value.problems == [message.format(tmp_path)]
 
 
+def test_layouts_closer_than_the_error_band_are_said():
+    base = layouts()[0]
+    found = [result(base, step_s=s) for s in (1.0, 1.05, 1.19, 1.21)] + [result(base, fits=False, step_s=1.0)]
+    assert search.alike(found, 0.2) == [2, 3] and search.alike(found, 0.04) == [] and search.alike([], 0.2) == []
+
+
 @needs_plugin
 def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search, "_compiled", lambda config, topology, candidate: result(candidate))
     monkeypatch.setenv("COLUMNS", "200")
     arguments = ["--config=configs/llama3_8b.py", "--topology=h100:1x8", f"--cache={tmp_path}", f"--out={tmp_path}/t.py"]
     tune.main([*arguments, "--most=2"])
-    assert "as compiled" in capsys.readouterr().out and (tmp_path / "t.py").exists()
+    shown = capsys.readouterr().out
+    assert "as compiled" in shown and "not measured: planned shares" in shown and "so measure which is faster: 2" in shown
+    assert (tmp_path / "t.py").exists()
     with pytest.raises(UserError, match="no layout was found that fits"):
         tune.main([*arguments[:2], f"--cache={tmp_path}/none", f"--out={tmp_path}/u.py", "--limit_s=0"])
 

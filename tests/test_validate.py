@@ -582,6 +582,9 @@ def test_without_a_number_of_devices_the_mesh_is_left_to_later():
         ({}, {"JAX_NUM_PROCESSES": "2"}, None),
         ({"runtime__fake_devices": 4}, {}, 4),
         ({"runtime__fake_devices": 4}, {"JAX_NUM_PROCESSES": "2"}, 8),
+        ({"runtime__fake_devices": 4}, {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}, None),
+        ({"runtime__fake_devices": 4}, {"WORLD_SIZE": "2"}, None),
+        ({"runtime__fake_devices": 4, "runtime__num_processes": 3}, {"WORLD_SIZE": "2"}, 12),
         ({"runtime__fake_devices": 4, "runtime__num_processes": 3}, {"JAX_NUM_PROCESSES": "2"}, 12),
         ({"runtime__fake_devices": 4}, {"JAX_NUM_PROCESSES": "two"}, None),  # runtime says what is wrong with it
         ({"runtime__fake_devices": 4}, {"JAX_NUM_PROCESSES": ""}, 4),

@@ -34,8 +34,10 @@ def require_valid(config: ml_collections.ConfigDict, num_devices: int | None = N
 
 
 def known_devices(config: ml_collections.ConfigDict, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Devices of all processes where settings alone tell: fake ones. None: only the machine knows."""
+    """Devices of all processes where settings alone tell: fake ones. None: only the machine, or a launcher, knows."""
     processes = config.runtime.num_processes or environment.get("JAX_NUM_PROCESSES") or 1
+    if processes == 1 and any(map(environment.get, ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NODELIST"))):
+        return None  # how many `runtime.cluster` will find, with devices
     return config.runtime.fake_devices * int(processes) or None if str(processes).isdecimal() else None
 
 

@@ -24,8 +24,8 @@ from jaxtrain.errors import UserError
 class Rates:
     """Shares of a data sheet's peaks that are reached, and what operations cost besides. Seconds, bytes, shares from 0 to 1."""
 
-    product: float = 0.72  # share of the peak of bfloat16, and of TF32 for float32: large matrix products one after another
-    product_fp8: float = 0.72  # share of the peak of fp8: the same in fp8
+    product: float = 0.65  # share of the peak of bfloat16, and of TF32 for float32: large matrix products one after another
+    product_fp8: float = 0.60  # share of the peak of fp8: the same in fp8
     product_ceiling: float = 0.80  # share of either peak: one large product alone, before the power limit slows the clock
     attention: float = 0.55  # share of the peak of bfloat16: fused attention forward, over the scores that a mask leaves
     attention_backward: float = 0.45  # share of the peak of bfloat16: fused attention backward
@@ -41,9 +41,9 @@ class Rates:
     collective_s: float = 12e-6  # seconds from the start of a collective to its first byte
     nvlink_step_s: float = 1.0e-6  # seconds of a step of a ring inside a node
     network_step_s: float = 6.0e-6  # seconds of a step of a ring between nodes
-    nvlink_half_bytes: float = 256 * 1024.0  # bytes a device sends in a step of a ring at which NVLink is at half its rate
+    nvlink_half_bytes: float = 1024 * 1024.0  # bytes a device sends in a step of a ring at which NVLink is at half its rate
     network_half_bytes: float = 512 * 1024.0  # the same of the network
-    slowed: float = 1.05  # factor, from 1: time of an operation beside a collective, which takes multiprocessors and bandwidth
+    slowed: float = 1.15  # factor, from 1: time of an operation beside a collective, which takes multiprocessors and bandwidth
 
 
 RATES = Rates()

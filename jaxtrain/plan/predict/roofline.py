@@ -6,74 +6,63 @@ than a kernel's launch. Collectives follow the usual model of rings: a latency p
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Mapping
 
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.hardware.rates import RATES, Rates
-from jaxtrain.plan.read.collectives import Collective, kind
-from jaxtrain.plan.read.hlo import Computation, Instruction, Module
+from jaxtrain.plan.predict.products import Product, products
+from jaxtrain.plan.predict.touched import touched_bytes
+from jaxtrain.plan.read.collectives import Collective
+from jaxtrain.plan.read.hlo import Instruction, Module
 
+# Times as long as at a link's rate: a small message, which NCCL sends with a flag beside each word instead of a fence after all
+# (protocol LL, at most half of the rate by its format; a quarter is an estimate).
+TINY = 4
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier iota "
     "add-dependency domain while conditional call".split()
 )
-_SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Of one execution on one device."""
 
-    flops: float = 0.0  # of matrix products
+    products: tuple[Product, ...] = ()
     attention_flops: float = 0.0
     bytes: float = 0.0  # to and from memory
     backward: bool = False  # of attention
-    dtype: str = "bf16"  # of the products' operands
+
+    @property
+    def flops(self) -> float:
+        """Of matrix products and attention."""
+        return sum(product.flops for product in self.products) + self.attention_flops
 
     def seconds(self, gpu: Gpu, rates: Rates = RATES) -> float:
         """The longest of its parts, at least a kernel's time; 0 for what needs no kernel."""
-        if not (self.flops or self.attention_flops or self.bytes):
+        if not (self.products or self.attention_flops or self.bytes):
             return 0.0
-        arithmetic = self.flops / (rates.product * _peak(gpu, self.dtype))
         share = rates.attention_backward if self.backward else rates.attention
-        arithmetic += self.attention_flops / (share * gpu.bf16_flops)
+        arithmetic = sum(p.seconds(gpu, rates) for p in self.products) + self.attention_flops / (share * gpu.bf16_flops)
         return max(arithmetic, self.bytes / (rates.memory * gpu.memory_bytes_per_s), rates.kernel_s)
 
 
-def _peak(gpu: Gpu, dtype: str) -> float:
-    if dtype.startswith("f8"):
-        return gpu.fp8_flops or gpu.bf16_flops
-    if dtype == "f32":  # XLA's default precision: TF32, at half the rate of bfloat16
-        return gpu.bf16_flops / 2
-    return gpu.bf16_flops
+def needs_kernel(module: Module, instruction: Instruction) -> bool:
+    """Whether anything runs on the device for an instruction itself."""
+    free = module.unwrapped(instruction).opcode.removesuffix("-start") in _FREE
+    return not free and not instruction.opcode.endswith(("-done", "-update"))
 
 
 def cost(module: Module, instruction: Instruction) -> Cost:
     """What one instruction needs; what it calls is counted with it, but for loops, branches and calls."""
     inner, operands = module.unwrapped(instruction), module.operands(instruction)
-    if inner.opcode.removesuffix("-start") in _FREE or instruction.opcode.endswith(("-done", "-update")):
+    if not needs_kernel(module, instruction):
         return Cost()
     if inner.opcode == "custom-call" and "fmha" in inner.target:
         return _attention(inner, operands)
-    flops, dtype = _product(module, inner)
-    return Cost(flops=flops, bytes=_bytes(module, instruction, operands), dtype=dtype)
-
-
-def _product(module: Module, instruction: Instruction) -> tuple[float, str]:
-    """FLOPs of the matrix products in an instruction, and the dtype of their operands."""
-    if dims := instruction.contracting_dims:
-        left = module.nodes[instruction.operands[0]].arrays[0]
-        return 2.0 * math.prod(instruction.arrays[0].dims) * math.prod(left.dims[d] for d in dims), left.dtype
-    total, dtype = 0.0, "bf16"
-    if instruction.opcode == "fusion":
-        for inner in module.computations[instruction.called[0]].instructions:
-            if inner.opcode in ("dot", "fusion", "custom-call"):
-                flops, found = _product(module, inner)
-                total, dtype = total + flops, found if flops else dtype
-    return total, dtype
+    return Cost(products(module, inner), bytes=touched_bytes(module, instruction))
 
 
 def _attention(call: Instruction, operands: list[Instruction]) -> Cost:
@@ -85,51 +74,6 @@ def _attention(call: Instruction, operands: list[Instruction]) -> Cost:
     if "CAUSAL" in str(scores.get("mask_type", "")):
         flops /= 2
     return Cost(attention_flops=flops, bytes=call.bytes + sum(operand.bytes for operand in operands), backward=backward)
-
-
-def _bytes(module: Module, instruction: Instruction, operands: list[Instruction]) -> float:
-    """What is read and written: of operands that are only sliced the slices, of results that are updated the updates."""
-    sizes, out, inner = [operand.bytes for operand in operands], instruction.bytes, module.unwrapped(instruction)
-    if inner is not instruction:
-        out = max(0, out - sum(sizes))  # the shape of a start holds operands and results
-    if inner.opcode in _SLICES:
-        return 2 * out
-    if inner.opcode == "dynamic-update-slice":
-        return 2 * sizes[1]
-    if inner.opcode == "copy-start" or kind(inner):
-        return 0
-    if inner.opcode == "fusion":
-        touched, updated = _touched(module, module.computations[inner.called[0]])
-        read = sum(min(size, touched.get(number, size)) for number, size in enumerate(sizes))
-        return read + (updated if updated is not None else out)
-    return sum(sizes) + out
-
-
-def _touched(module: Module, inner: Computation) -> tuple[dict[int, int], int | None]:
-    """Parameter -> bytes read of it where it is only sliced; and bytes written where the result is an update in place."""
-    users: dict[int, list[tuple[Instruction, int]]] = collections.defaultdict(list)
-    for instruction in inner.instructions:
-        for place, operand in enumerate(instruction.operands):
-            users[operand].append((instruction, place))
-
-    def read(array: Instruction) -> int | None:
-        total = 0
-        for user, place in users[array.id]:
-            if user.opcode in _SLICES and place == 0:
-                total += user.bytes
-            elif user.opcode == "bitcast" and (more := read(user)) is not None:
-                total += more
-            elif user.opcode != "dynamic-update-slice" or place:
-                return None
-        return total
-
-    parameters = (i for i in inner.instructions if i.opcode == "parameter")
-    touched = {i.parameter: size for i in parameters if (size := read(i)) is not None}
-    updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
-    updated = None
-    if updates and inner.root.opcode in ("dynamic-update-slice", "bitcast", "tuple"):
-        updated = sum(module.nodes[i.operands[1]].bytes for i in updates)
-    return touched, updated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,4 +124,7 @@ class Links:
         nodes = len({device // self.per_node for device in self.members(collective.axes)})
         over_network = min(steps, nodes) if nodes > 1 else 0
         latency = over_network * self.rates.network_step_s + (steps - over_network) * self.rates.nvlink_step_s
-        return self.rates.collective_s + latency + collective.wire_bytes / self.rate(collective.axes)
+        half, size = self.rates.network_half_bytes if over_network else self.rates.nvlink_half_bytes, collective.wire_bytes
+        # A link reaches c / (c + half) of its rate with steps of c = size / steps bytes; tiny ones travel by another protocol.
+        sent = min(size + steps * half, TINY * size)
+        return self.rates.collective_s + latency + sent / self.rate(collective.axes)

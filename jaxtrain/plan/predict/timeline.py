@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from jaxtrain.plan.predict import roofline
 from jaxtrain.plan.predict.roofline import Links
 from jaxtrain.plan.read import hlo
-from jaxtrain.plan.read.collectives import Collective
+from jaxtrain.plan.read.collectives import Collective, kind
 from jaxtrain.plan.read.hlo import Computation, Instruction, Module
 
 MAX_SPANS = 4000
+GRAPH = 5  # kernels in a row from which on XLA makes one CUDA graph of them
+_ALONE = ("while", "conditional", "copy-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Timeline:
     """One step on one device, in seconds.
 
     Attributes:
-      step_s: all of it; product_s, attention_s, memory_s: computing by what bounds it; exposed_s: waiting for collectives;
-        bubble_s: waiting for other pipeline stages; the five add up to it, but for copies from the host that are waited for
-        (host_s).
+      step_s: all of it, the sum of the next seven. product_s, attention_s, memory_s: computing by what bounds it; exposed_s:
+        waiting for collectives; bubble_s: for other pipeline stages; host_s: for copies from the host; launch_s: for the
+        host, which launches kernels too slowly or is asked whether a loop goes on.
       communication_s: what all collectives take, hidden or not.
       waits: id of a collective -> seconds waited for it per step; times: the same -> seconds of one execution alone.
       strips: name -> spans of one iteration of a loop over layers ("forward", "backward").
@@ -54,6 +56,7 @@ class Timeline:
     exposed_s: float
     bubble_s: float
     host_s: float
+    launch_s: float
     communication_s: float
     flops: float
     waits: dict[int, float]
@@ -79,6 +82,7 @@ def simulate(
     """
     simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, busy or {})
     simulation.run(module.computations[module.entry])
+    simulation.launch(0.0, 0.0)
     total = simulation.total
     runs = {c.id: c.executions for c in reversed(collectives)}
     times = {key: links.seconds(c) for key, c in simulation.collectives.items()}
@@ -91,6 +95,7 @@ def simulate(
         exposed_s=sum(simulation.waits.values()),
         bubble_s=total["bubble"],
         host_s=total["host"],
+        launch_s=total["launch"],
         communication_s=sum(times[key] * runs[key] for key in times),
         flops=total["flops"],
         waits=dict(simulation.waits),
@@ -99,6 +104,26 @@ def simulate(
         strip_s=strip_s,
         uncounted_loops=len(simulation.uncounted_loops),
     )
+
+
+def launches(module: Module, computation: Computation) -> int:
+    """How often the host launches something in one execution of a computation, what it calls apart.
+
+    XLA captures GRAPH and more kernels that follow each other in one CUDA graph (command buffer), by default those of fusions,
+    cuBLAS, cuDNN and custom calls, not loops, branches and collectives (xla_gpu_enable_command_buffer and
+    xla_gpu_graph_min_graph_size; seen in the thunks that jax 0.10.2 compiles for H200).
+    """
+    count = together = 0
+    for instruction in computation.instructions:
+        if instruction.opcode in _ALONE or kind(module.unwrapped(instruction)):
+            count, together = count + 1 + _captured(together), 0
+        elif roofline.needs_kernel(module, instruction):
+            together += 1
+    return count + _captured(together)
+
+
+def _captured(kernels: int) -> int:
+    return 1 if kernels >= GRAPH else kernels
 
 
 @dataclasses.dataclass
@@ -112,7 +137,7 @@ class _Simulation:
     def __init__(self, module, collectives, links, unknown_trips, busy):
         self.module, self.collectives, self.links, self.unknown_trips = module, collectives, links, unknown_trips
         self.rates, self.busy = links.rates, busy
-        self.now = 0.0
+        self.now = self.launches = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
         self.pending: dict[int, tuple[float, int | None]] = {}  # start -> when it ends, which collective
         self.total: collections.Counter = collections.Counter()
@@ -124,10 +149,13 @@ class _Simulation:
 
     def run(self, computation: Computation) -> None:
         """Advances by one execution of a computation."""
+        self.launches += launches(self.module, computation)
         for instruction in computation.instructions:
             if instruction.opcode == "while":
                 self._loop(instruction)
             elif instruction.opcode in ("call", "conditional") and instruction.called:
+                if instruction.opcode == "conditional":
+                    self._ask(1)
                 self.run(self.module.computations[instruction.called[0]])
             elif instruction.id in self.collectives:
                 self._start(instruction)
@@ -146,13 +174,18 @@ class _Simulation:
         if trips is None:
             self.uncounted_loops.add(instruction.id)
             trips = self.unknown_trips
+        if "known_trip_count" not in instruction.config:
+            self._ask(trips + 1)
         computation = self.module.computations[instruction.called[0]]
         if trips >= 2:
             self.run(computation)
         start, before, waited, spans = self.now, self.total.copy(), self.waits.copy(), len(self.spans)
+        launched = self.launches
         self.run(computation)
         if trips == 1:
             return
+        if trips >= 2:
+            self.launch(start, launched)
         passed, rest = self.now - start, trips - (2 if trips >= 2 else 1)
         if not any(inner.opcode == "while" for inner in computation.instructions):
             self.loops.append(_Loop([_moved(span, start) for span in self.spans[spans:]], passed, trips))
@@ -161,11 +194,22 @@ class _Simulation:
                 sums[key] += (sums[key] - old[key]) * rest
         others = (self.busy.get(hlo.scope(instruction), trips) - trips) * passed
         self.total["bubble"] += others
+        self.launches += (self.launches - launched) * rest
         later = passed * rest + others
         self.now += later
         for link in self.free:
             self.free[link] += later
         self.pending = {name: (end + later, key) for name, (end, key) in self.pending.items()}
+
+    def launch(self, start: float, launched: float) -> None:
+        """Waits for the host, if it needed longer for its launches since a moment than the device for all that it did."""
+        late = start + (self.launches - launched) * self.rates.host_kernel_s - self.now
+        if late > 0:
+            self._advance("launch", late, None)
+
+    def _ask(self, turns: float) -> None:
+        """Waits for the host to read from the device, so many times, whether a loop goes on or which branch is taken."""
+        self._advance("launch", turns * self.rates.host_loop_s, None)
 
     def _start(self, instruction: Instruction) -> None:
         key = instruction.id
@@ -209,8 +253,8 @@ class _Simulation:
         key = instruction.id
         if key not in self.costs:
             cost = roofline.cost(self.module, instruction)
-            kind = "attention" if cost.attention_flops else "product" if cost.flops else "memory"
-            self.costs[key] = kind, cost.seconds(self.links.gpu, self.rates), cost.flops + cost.attention_flops
+            kind = "attention" if cost.attention_flops else "product" if cost.products else "memory"
+            self.costs[key] = kind, cost.seconds(self.links.gpu, self.rates), cost.flops
         kind, seconds, flops = self.costs[key]
         self.total["flops"] += flops
         self._advance(kind, seconds, instruction)
@@ -218,9 +262,11 @@ class _Simulation:
     def _advance(self, kind, seconds, instruction) -> None:
         if not seconds:
             return
-        if any(end > self.now for link, end in self.free.items() if link != "host"):
-            seconds *= self.rates.slowed
-        self._span("compute", kind, instruction.op_name or instruction.opcode, self.now, self.now + seconds)
+        busy = max((end for link, end in self.free.items() if link != "host"), default=0.0) - self.now
+        if instruction and busy > 0:  # slowed as long as a collective runs beside it
+            seconds += min(seconds * (self.rates.slowed - 1), busy * (1 - 1 / self.rates.slowed))
+        name = instruction.op_name or instruction.opcode if instruction else "waiting for the host"
+        self._span("compute", kind, name, self.now, self.now + seconds)
         self.total[kind] += seconds
         self.now += seconds
 

@@ -110,6 +110,14 @@ class Instruction:
         dims = self.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
         return tuple(map(int, dims.get("lhs_contracting_dimensions", ())))
 
+    @property
+    def batch_dims(self) -> tuple[int, ...]:
+        """Dimensions of the left operand of a matrix product that the right one and the result have as well."""
+        if self.opcode == "dot":
+            return numbers(fields(self.message.get(30, [b""])[-1]), 3)
+        dims = self.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+        return tuple(map(int, dims.get("lhs_batch_dimensions", ())))
+
     def part(self, index: tuple[int, ...]) -> Array | None:
         """The array at a place in its nested tuple; None for what is no array."""
         shape = fields(self.message.get(3, [b""])[-1])

@@ -75,6 +75,12 @@ def search(
     return search.best() + sorted((r for r in search.results.values() if not r.fits), key=lambda r: r.peak_bytes)
 
 
+def alike(found: Sequence[Result], band: float) -> list[int]:
+    """Numbers, from 1, of the layouts that fit and are slower than the first by less than the error band of predicted times."""
+    fitting = [result.step_s for result in found if result.fits]
+    return [number for number, step_s in enumerate(fitting[1:], 2) if step_s < fitting[0] * (1 + band)]
+
+
 class _Search:
     """What is known so far."""
 

@@ -190,7 +190,8 @@ def _time(plan: Plan) -> Section:
         "memory-bound": t.memory_s,
         "exposed communication": t.exposed_s,
         "waiting for other stages": t.bubble_s,
-        "waiting for the host": t.host_s,
+        "waiting for copies from the host": t.host_s,
+        "waiting for the host's launches": t.launch_s,
     }
     split = [f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds or name in ("products", "attention")]
     return Section(

@@ -12,7 +12,18 @@ from jaxtrain.plan.show.content import SHOWN_BUFFERS
 from jaxtrain.plan.study import Plan
 
 SCHEMA = 2  # a field that changes its meaning or goes raises it
-_TIMES = ("step_s", "product_s", "attention_s", "memory_s", "exposed_s", "bubble_s", "host_s", "communication_s", "flops")
+_TIMES = (
+    "step_s",
+    "product_s",
+    "attention_s",
+    "memory_s",
+    "exposed_s",
+    "bubble_s",
+    "host_s",
+    "launch_s",
+    "communication_s",
+    "flops",
+)
 
 
 def as_json(plan: Plan, found: Sequence[Alternative]) -> dict[str, Any]:
