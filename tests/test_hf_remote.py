@@ -66,6 +66,12 @@ def test_tokenizers_keep_their_url(hub):
     assert configs.load(f"{root}/configs/hf.py:{url}/worded").data.tokenizer == f"{url}/worded"
 
 
+@pytest.mark.parametrize("use", [remote.local, remote.Target])
+def test_the_web_has_no_folders(use):
+    with pytest.raises(UserError, match=r"https://huggingface.co/a/b: a web server has no folders; .*hf download"):
+        use("https://huggingface.co/a/b")
+
+
 def test_damaged_and_absent_folders_are_one_message(hub):
     url, system = hub
     for path in (GOLDEN / "llama").iterdir():

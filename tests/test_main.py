@@ -659,6 +659,12 @@ def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
     run = train(place, workdir, *alone, "train.num_steps=5", "optimizer.learning_rate=1e30")
     assert run.code == 1 and "the run ended at step 5 with weights that are not saved: " in run.log, run.log
     assert "--config.checkpoint.restore_step=4 " in run.log and saved_steps(workdir) == [4]
+    with (
+        mock.patch.object(loop.stop, "proceed", side_effect=[True, False]),
+        mock.patch.object(loop.stop, "stopped", return_value=True),
+    ):  # a signal after that step
+        run = train(place, workdir, *alone, "train.num_steps=9", "optimizer.learning_rate=1e30")
+    assert "Step 5: no checkpoint is saved" in run.log and saved_steps(workdir) == [4], run.log
     assert train(place, workdir, *alone, "train.num_steps=5", "checkpoint.restore_step=4").code == 0
     assert saved_steps(workdir) == [5]
 

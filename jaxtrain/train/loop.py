@@ -189,6 +189,7 @@ class _Session:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
         if self.keeper.due(step, last=True) and step > self.start:
+            self.keeper.judge(step, sound(state.params))
             self.keeper.save(step, state, {})
         self.keeper.wait()
         raise stop.error(f"step {step} was the last", self.keeper.newest())

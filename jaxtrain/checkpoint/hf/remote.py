@@ -14,7 +14,7 @@ import shutil
 import tempfile
 
 from jaxtrain.data.files import read_bytes
-from jaxtrain.data.remote import filesystem, is_remote, retried
+from jaxtrain.data.remote import filesystem, is_remote, is_web, retried
 from jaxtrain.errors import UserError
 
 TEMPLATES = "additional_chat_templates/"
@@ -25,9 +25,18 @@ _there: set[tuple[pathlib.Path, int]] = set()  # where in them content has come 
 
 
 def local(folder: str | os.PathLike) -> pathlib.Path:
-    """A local folder as it is, or what stands for a remote one. Raises UserError if the store cannot be read."""
-    text = os.fspath(folder)
+    """A local folder as it is, or what stands for a remote one. Raises UserError if the store cannot be read, or is the web."""
+    text = _no_web(os.fspath(folder))
     return _copy(text.rstrip("/")) if is_remote(text) else pathlib.Path(text)
+
+
+def _no_web(folder: str) -> str:
+    if is_web(folder):
+        raise UserError(
+            f"{folder}: a web server has no folders; use a local one (from a hub: `hf download REPO --local-dir=FOLDER`) "
+            "or in object storage (s3://, gs://)"
+        )
+    return folder
 
 
 @functools.cache
@@ -68,7 +77,7 @@ class Target:
     """A folder that is written: local, or remote by way of a local one from which each finished file is moved there."""
 
     def __init__(self, folder: str | os.PathLike):
-        self.name = os.fspath(folder)
+        self.name = _no_web(os.fspath(folder))
         self._remote = is_remote(self.name)
         self.local = _temporary() if self._remote else pathlib.Path(self.name)
 
