@@ -233,6 +233,9 @@ def test_other_numerics_and_rates_compile_for_a_gpu(monkeypatch):
     timed = [p for make in (rates.products, rates.memory, rates.launches, rates.attention) for p in make(setup)]
     assert {p.name.partition(",")[0] for p in timed} >= {"cudnn", "blockwise", "reference"}
     compile_together(setup, programs + [(p.function, p.arguments) for p in timed])
+    [chain] = (program for program in timed if program.name == "kernel after kernel")
+    entry = compile_together(setup, [(chain.function, chain.arguments)]).as_text().partition("ENTRY")[2]
+    assert entry.count(" fusion(") == rates.CHAIN == chain.work, "a kernel for each link of the chain"
 
 
 @needs_plugin
@@ -338,7 +341,7 @@ def times_of(true: hardware_rates.Rates, gpu) -> dict:
         "memory": {"sum of rows": (1.0, true.memory * gpu.memory_bytes_per_s)},
         "launches": {
             "kernel after kernel": (64 * true.kernel_s, 64),
-            "turn of a loop that data end": (1000 * true.host_loop_s, 1000),
+            "turn of a loop that data end": (1000 * (true.host_loop_s + 2 * true.kernel_s), 1000),
         },
         "host_copies": {"both at once, each": (1.0, true.host * gpu.host_bytes_per_s), "to the host": (1.0, 1.0)},
     }

@@ -14,6 +14,9 @@ from jaxtrain.gpu_check.records import Row, Setup, failed, skipped, within
 from jaxtrain.runtime import compat
 
 SMALLEST = 1e-30  # a reference that is 0 everywhere
+# Searching kernels for products that run once, most of them the reference's, would take longer than all else. They are not what
+# is looked for here: XLA compares those that it tries with each other.
+OPTIONS = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ def compare(one: Comparison, setup: Setup) -> Iterator[Row]:
         yield skipped(one.name, one.refusal)
         return
     try:
-        run = jax.jit(one.errors, compiler_options=compat.run_once_options(setup.platform))
+        run = jax.jit(one.errors, compiler_options=OPTIONS if setup.on_gpu else compat.run_once_options(setup.platform))
         errors = jax.device_get(run(*(jax.device_put(x, setup.devices[0]) for x in one.inputs())))
     except Exception as error:  # of a kernel, a compiler or an allocator: the other comparisons go on
         yield failed(one.name, error)

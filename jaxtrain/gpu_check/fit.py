@@ -54,9 +54,9 @@ def fitted(found: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
         (first, amount), (both, _) = attention["cudnn, forward"], attention["cudnn, forward and backward"]
         if both > first:
             result["attention_backward"] = min(1.0, 2.5 * amount / (both - first) / gpu.bf16_flops)
-    for rate, pattern in (("kernel_s", "^kernel after kernel"), ("host_loop_s", "^turn of a loop")):
-        if values := speeds("launches", pattern):
-            result[rate] = 1 / values[0]
+    if (kernel := speeds("launches", "^kernel after kernel")) and (turn := speeds("launches", "^turn of a loop")):
+        result["kernel_s"] = 1 / kernel[0]
+        result["host_loop_s"] = max(1 / turn[0] - 2 * result["kernel_s"], 1e-9)  # without its body and its condition
     known = {field.name for field in dataclasses.fields(hardware.Rates)}
     return {name: value for name, value in (result | _links(work.get("collective_programs", {}), gpu)).items() if name in known}
 

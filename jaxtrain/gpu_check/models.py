@@ -92,8 +92,9 @@ def plans(setup: Setup) -> Iterator[Row]:
     fitted = Basis(dataclasses.replace(RATES, **setup.found.get("rates", {})))
     for step in (*DENSE, *MIXTURE):
         config, gpu = config_of(step, count, False), gpus.by_key(key)
-        plan = study(config, compile.Topology(gpu, 1, count), step.name)
-        anew = study(config, compile.Topology(gpu, 1, count, fitted), step.name)
+        compiled = compile.compile_step(config, compile.Topology(gpu, 1, count))
+        plan = study(config, compiled.topology, step.name, compiled)
+        anew = study(config, dataclasses.replace(compiled.topology, basis=fitted), step.name, compiled)
         times = {name: getattr(plan.timeline, name) for name in ("step_s", "product_s", "attention_s", "memory_s")}
         figures = times | {"peak_bytes": plan.peak_bytes, "fitted_s": anew.timeline.step_s}
         setup.found.setdefault("plans", {})[step.name] = figures
@@ -115,6 +116,7 @@ def measure(step: Step, setup: Setup) -> Iterator[Row]:
     batch, rate = program.put_batch(random_batch(config)), np.float32(1e-4)
     losses, sums = [], []
     for _ in range(2):
+        state = None  # two of them at once would be the largest memory used
         state, metrics = compiled(program.init(0), batch, rate)
         losses.append(float(metrics["loss"]))
         sums.append([losses[-1], *jax.device_get(_sums(state.params))])

@@ -100,21 +100,22 @@ def attention(setup: Setup) -> Iterator[Program]:
     length, h = _sized(setup, TOKENS), HEAD
     k = max(1, KV_HEADS // (4 if setup.small else 1))
     q, kv = array(setup, 1, length, k, HEADS // KV_HEADS, h), array(setup, 1, length, k, h)
+    ids = array(setup, 1, length, dtype="int32")
     flops = 2.0 * k * HEADS // KV_HEADS * length**2 * h  # two products, half of the scores
     for name in ring.BACKENDS:
         case = Case("timed", heads=(HEADS, KV_HEADS, h), length=(length, length))
         if refusal(setup, case, name, "bfloat16"):
             continue
 
-        def forward(q, k, v, name=name):
-            return whole_row(setup, name, (q, k, v), jnp.ones((1, length), jnp.int32), 0, 0.0)
+        def forward(q, k, v, segments, name=name):
+            return whole_row(setup, name, (q, k, v), segments, 0, 0.0)
 
-        def both(q, k, v, g, forward=forward):
-            return jax.vjp(forward, q, k, v)[1](g)
+        def both(q, k, v, segments, g, forward=forward):
+            return jax.vjp(lambda *arrays: forward(*arrays, segments), q, k, v)[1](g)
 
         first, second = (_peak(setup, share) if name == "cudnn" else None for share in (RATES.attention, _both_shares()))
-        yield Program(f"{name}, forward", forward, (q, kv, kv), flops, "TFLOP/s", first)
-        yield Program(f"{name}, forward and backward", both, (q, kv, kv, q), 3.5 * flops, "TFLOP/s", second)
+        yield Program(f"{name}, forward", forward, (q, kv, kv, ids), flops, "TFLOP/s", first)
+        yield Program(f"{name}, forward and backward", both, (q, kv, kv, ids, q), 3.5 * flops, "TFLOP/s", second)
 
 
 def _both_shares():

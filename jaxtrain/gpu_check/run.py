@@ -60,6 +60,7 @@ class Run:
             while ours.poll(patience := checks[known - 1].patience_s if running else PATIENCE_S):
                 kind, *content = ours.recv()
                 if kind == "done":
+                    process.join(PATIENCE_S)
                     break
                 known, running = self._take(kind, content, checks, known, running)
             else:
