@@ -20,6 +20,16 @@ from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 
 
+# Where the defaults are from. None was measured here, but product_ceiling: 788 TFLOP/s for a product of 8192^3 on an H200.
+# - product: what an H100 at 700 W sustains, about 640 of 989 TFLOP/s; taken as reported and then held against the published
+#   dense bfloat16 rows of docs/plan.md, not fitted to them. product_fp8: an estimate; fp8 draws more power for each clock.
+# - attention: FlashAttention-3 (Shah et al. 2024) reaches up to 740 TFLOP/s forward for long rows; with causal order, backward
+#   and under the power limit it is less: estimates.
+# - memory: large copies reach 90% of the bandwidth, fusions with reductions and transposes less: an estimate.
+# - nvlink, network: NCCL's tests reach about 360 of 450 GB/s inside a DGX H100 and 340 of 400 between nodes for large messages;
+#   the half-sizes make that about 120, 240 and 320 GB/s for all-gathers of 8, 32 and 128 MiB over eight GPUs: an estimate.
+# - slowed: NCCL's kernels take 16 to 24 of 132 multiprocessors and part of the bandwidth; 10 to 20% are reported.
+# - seconds: usual latencies of CUDA launches, of a copy of four bytes to the host with a synchronization, of NCCL: estimates.
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """Shares of a data sheet's peaks that are reached, and what operations cost besides. Seconds, bytes, shares from 0 to 1."""
@@ -47,7 +57,7 @@ class Rates:
 
 
 RATES = Rates()
-ERROR_BAND = 0.25  # share of a predicted step time, either way, with planned rates: docs/plan.md
+ERROR_BAND = 0.20  # share of a predicted step time, either way, with planned rates: by the published speeds of docs/plan.md
 NAMES = tuple(field.name for field in dataclasses.fields(Rates))
 VERSIONS = ("jax", "jaxlib", "cudnn", "driver")  # what a measurement depends on beside the GPU
 

@@ -116,6 +116,8 @@ def _shrink_experts(model, small, sizes: dict[str, int]) -> None:
     """Few experts, but more than one on a device; as many for each token as before, up to three; groups stay groups."""
     groups = 1 if model.router_groups == 1 else 4
     small.num_experts = max(2 * groups, 2 * sizes["expert"])
+    if small.num_experts < min(model.experts_per_token, 3):
+        small.num_experts *= 2
     small.update(router_groups=groups, router_top_groups=min(model.router_top_groups, 2) if groups > 1 else 1)
     small.experts_per_token = min(model.experts_per_token, 3)
     small.expert_mlp_dim = 12 * sizes["tensor"]

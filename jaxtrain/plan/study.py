@@ -106,15 +106,20 @@ class Plan:
         return self.timeline.flops * self.topology.size / self.model_flops - 1
 
 
-def study(config: ml_collections.ConfigDict, topology: str | compile.Topology, name: str = "") -> Plan:
-    """A plan of a config on a cluster, for which the step is compiled.
+def study(
+    config: ml_collections.ConfigDict,
+    topology: str | compile.Topology,
+    name: str = "",
+    compiled: compile.Compiled | None = None,
+) -> Plan:
+    """A plan of a config on a cluster, for which the step is compiled. `compiled`: it was, perhaps to be timed by other rates.
 
     Raises ConfigError for a topology that is none or a config that does not fit it, UserError without the CUDA plugin.
     """
     topology = compile.parse_topology(topology) if isinstance(topology, str) else topology
     closed = closed_form.closed_form(config, topology.size)
     started = time.monotonic()
-    compiled = compile.compile_step(config, topology)
+    compiled = compiled or compile.compile_step(config, topology)
     compiled_at = time.monotonic()
     module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
     links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape, topology.basis.rates)

@@ -28,16 +28,17 @@ def cuda_plugin() -> str:
 
 def nvidia_gpus() -> list[str]:
     """Names of the GPUs that the NVIDIA driver shows, whether or not JAX can use them; [] without a driver."""
-    return _ask_driver("name")
+    return driver_fields("name")
 
 
 def gpu_ids() -> list[str]:
     """Identities of these GPUs, which no other has."""
-    return _ask_driver("uuid")
+    return driver_fields("uuid")
 
 
 @functools.cache
-def _ask_driver(field: str) -> list[str]:
+def driver_fields(field: str) -> list[str]:
+    """A field of `nvidia-smi --query-gpu`, of each GPU; [] without a driver, or where it does not know the field."""
     if not (command := shutil.which("nvidia-smi")):
         return []
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib.resources
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.plan.search.advice import Alternative
@@ -15,15 +15,20 @@ from jaxtrain.plan.study import Plan
 
 def render(plan: Plan, found: Sequence[Alternative]) -> str:
     """The page as text."""
-    title = html.escape(f"{plan.name} on {plan.topology}")
-    style = importlib.resources.files(__package__).joinpath("page.css").read_text()
-    body = [f"<h1>{title}</h1>", *map(_paragraph, heading(plan)), _cards(plan)]
+    title = f"{plan.name} on {plan.topology}"
+    body = [f"<h1>{html.escape(title)}</h1>", *map(paragraph, heading(plan)), _cards(plan)]
     for section in sections(plan, found):
         if section.key != "verdict":
             body.append(f"<h2>{html.escape(section.title)}</h2>")
-        body += [*_drawn(section, plan), *([_table(section.table)] if section.table else []), *map(_paragraph, section.notes)]
+        body += [*_drawn(section, plan), *([table(section.table)] if section.table else []), *map(paragraph, section.notes)]
+    return document(title, body)
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """A page of pieces of HTML, with the styles in it."""
+    style = importlib.resources.files(__package__).joinpath("page.css").read_text()
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{style}</style></head><body><main>'
         + "\n".join(body)
         + "</main></body></html>\n"
@@ -36,15 +41,15 @@ def _drawn(section: Section, plan: Plan) -> Iterator[str]:
         yield drawings.memory_bars(plan)
         if plan.ledger and plan.ledger.curve:
             yield "<h3>Memory over the step</h3>"
-            yield _paragraph("Bytes alive at each moment of the schedule, in GiB; the body of a loop appears once.")
+            yield paragraph("Bytes alive at each moment of the schedule, in GiB; the body of a loop appears once.")
             yield drawings.memory_curve(plan)
     elif section.key == "traffic":
         yield drawings.traffic_bars(plan)
     elif section.key == "pipeline":
-        yield _paragraph("A column is a phase in which any stage works.")
+        yield paragraph("A column is a phase in which any stage works.")
         yield drawings.stages(plan.schedule)
     elif section.key == "time" and plan.timeline.strips:
-        yield _paragraph("One turn of the loops over layers, perhaps of several layers. Point at a piece to see what it is.")
+        yield paragraph("One turn of the loops over layers, perhaps of several layers. Point at a piece to see what it is.")
         kinds = dict.fromkeys(span.kind for strip in plan.timeline.strips.values() for span in strip)
         yield drawings.legend((f"k-{kind}", kind) for kind in kinds)
         for name, spans in plan.timeline.strips.items():
@@ -53,12 +58,12 @@ def _drawn(section: Section, plan: Plan) -> Iterator[str]:
 
 
 def _cards(plan: Plan) -> str:
-    cards = [
+    found = [
         (STYLES[plan.verdict], plan.verdict.capitalize(), room(plan)),
         ("", f"{gib(plan.peak_bytes)} GiB", f"of {gib(plan.usable_bytes)} beside what is estimated"),
     ]
     if t := plan.timeline:
-        cards += [
+        found += [
             ("", f"{1e3 * t.step_s:,.0f} ms", f"a step, ±{100 * plan.topology.basis.error_band:.0f}%"),
             ("", quantity(plan.tokens_per_s), "tokens/s"),
             ("", percent(plan.mfu), f"MFU{plan.mfu_of}, causal half counted"),
@@ -66,11 +71,17 @@ def _cards(plan: Plan) -> str:
             *([("", ms(t.bubble_s), "waiting for other stages")] if plan.schedule else []),
             ("", percent(plan.recomputed_flops), "FLOPs beyond the model's"),
         ]
-    items = (f'<div class="card {style}"><b>{html.escape(big)}</b><span>{small}</span></div>' for style, big, small in cards)
+    return cards(found)
+
+
+def cards(found: Iterable[tuple[str, str, str]]) -> str:
+    """Figures side by side: a color or "", the figure, what it is."""
+    items = (f'<div class="card {style}"><b>{html.escape(big)}</b><span>{small}</span></div>' for style, big, small in found)
     return f'<div class="cards">{"".join(items)}</div>'
 
 
-def _table(table: Table) -> str:
+def table(table: Table) -> str:
+    """A table; its columns of numbers stand to the right."""
     numbers = [title.startswith(">") for title in table.columns]
     titles = (html.escape(title.removeprefix(">")) for title in table.columns)
     head = "".join(f"<th{_style(number)}>{title}</th>" for number, title in zip(numbers, titles, strict=True))
@@ -88,5 +99,6 @@ def _style(number: bool, cell: str = "") -> str:
     return ' class="n"' if number else ' class="one"' if 0 < len(cell) < 24 else ""
 
 
-def _paragraph(text: str) -> str:
+def paragraph(text: str) -> str:
+    """A paragraph of text."""
     return f"<p>{html.escape(text)}</p>"

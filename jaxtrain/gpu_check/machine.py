@@ -1,0 +1,105 @@
+"""Section 1: which devices, driver and libraries these are, how much memory a process gets, and at which clocks they run."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.metadata
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+
+import jax
+
+from jaxtrain.gpu_check.records import MEASURED, OFF, OK, Row, Setup, skipped
+from jaxtrain.runtime import machine
+
+# Fields of nvidia-smi: name of the row, field, what has to be said about it.
+FIELDS = (
+    ("driver", "driver_version"),
+    ("memory of the device", "memory.total"),
+    ("clock of the multiprocessors", "clocks.sm"),
+    ("its highest", "clocks.max.sm"),
+    ("clock of the memory", "clocks.mem"),
+    ("power limit", "power.limit"),
+    ("reasons for a lower clock", "clocks_event_reasons.active"),
+    ("ECC", "ecc.mode.current"),
+    ("MIG", "mig.mode.current"),
+    ("link to the host", "pcie.link.gen.current"),
+    ("its lanes", "pcie.link.width.current"),
+)
+LIBRARIES = {"cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"), "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
+
+
+def devices(setup: Setup) -> Iterator[Row]:
+    """Number and kind of devices, whether the table of GPUs knows them, memory that this process gets."""
+    first = setup.devices[0]
+    yield Row("devices", f"{len(setup.devices)} x {first.device_kind}", verdict=OK)
+    if setup.on_gpu:
+        known = setup.gpu is not None
+        note = "" if known else "not in hardware/gpus.py: nothing can be compared with its data sheet or planned for it"
+        yield Row("row in the table of GPUs", setup.gpu.key if known else "none", verdict=OK if known else OFF, note=note)
+    kinds = {device.device_kind for device in setup.devices}
+    if len(kinds) > 1:
+        yield Row("kinds", ", ".join(sorted(kinds)), verdict=OFF, note="unlike devices: all wait for the slowest")
+    for device in setup.devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            yield skipped(f"memory limit of device {device.id}", "this platform does not tell")
+            continue
+        limit, note = stats["bytes_limit"], "what JAX may allocate: XLA_PYTHON_CLIENT_MEM_FRACTION of the device"
+        expected = setup.gpu.memory_bytes / 2**30 if setup.gpu else None
+        yield Row(f"memory limit of device {device.id}", limit / 2**30, "GiB", expected=expected, verdict=MEASURED, note=note)
+
+
+def libraries(setup: Setup) -> Iterator[Row]:
+    """Versions of what decides which kernels run. `found["versions"]` has those that measured rates are kept with."""
+    for name, version in machine.versions().items():
+        yield Row(name, version)
+    if setup.on_gpu:
+        yield Row("backend", setup.devices[0].client.platform_version)
+    cudnn = _cudnn_loaded() if setup.on_gpu else ""
+    found = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"), "cudnn": cudnn}
+    for name, packages in LIBRARIES.items():
+        versions = [_package(package) for package in packages]
+        version = next(filter(None, versions), "")
+        yield Row(name, version) if version else skipped(name, f"not installed as a package ({', '.join(packages)})")
+        if name == "cuDNN":
+            found["cudnn"] = found["cudnn"] or version or "unknown"
+    driver = machine.driver_fields("driver_version")
+    setup.found["versions"] = found | {"driver": driver[0] if driver else "none"}
+    if setup.on_gpu:
+        yield Row("cuDNN as loaded", cudnn or "none")
+
+
+def driver(setup: Setup) -> Iterator[Row]:
+    """What nvidia-smi says of each GPU: clocks, limits, links. An idle GPU shows low clocks."""
+    if not machine.nvidia_gpus():
+        yield skipped("driver", "nvidia-smi is not there, or shows no GPU")
+        return
+    for name, field in FIELDS:
+        values = machine.driver_fields(field)
+        if not values:
+            yield skipped(name, "nvidia-smi does not know it")
+            continue
+        yield Row(name, values[0] if len(set(values)) == 1 else ", ".join(values))
+
+
+def _package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cudnn_loaded() -> str:
+    """The version that cuDNN itself gives, "9.10.2", of the packaged library; "" where there is none or it does not load."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        for path in sorted(glob.glob(str(pathlib.Path(folder) / "cudnn" / "lib" / "libcudnn.so*"))):
+            try:
+                number = ctypes.CDLL(path).cudnnGetVersion()
+            except (OSError, AttributeError):
+                continue
+            return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+    return ""
