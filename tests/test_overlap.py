@@ -10,6 +10,7 @@ from jaxtrain.config.validate import problems
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.parallel import mesh, overlap
 from jaxtrain.plan import compile
+from jaxtrain.runtime import compat
 from jaxtrain.train.program import build_program
 
 
@@ -62,6 +63,10 @@ def test_scatters_are_deterministic_where_asked():
         return " sort(" in lowered.compile(compiler_options=compile.NEEDED_OPTIONS | options).as_text()
 
     assert sorts(overlap.DETERMINISTIC) and not sorts({})
+
+
+def test_options_of_some_versions_are_known_to_this_one():
+    assert all(overlap._known(name, value) for name, value in compat.kernel_cache("/x").items())
 
 
 def test_all_programs_of_the_model_get_the_options(monkeypatch):

@@ -41,7 +41,7 @@ def test_report():
     assert "Fits:" in text and "tokens/s" in text and "blocks.mlp.up.kernel" in text
     assert f"{plan().ledger.total:,} bytes" in text and f"{plan().ledger.xla_peak:,}" in text
     for row, size in plan().estimated.items():
-        assert re.search(rf"{overhead.ROWS[row]} \(estimated\) +{size / 2**30:.2f}\n", text), text
+        assert re.search(rf"{overhead.ROWS[row]} \(estimated\) +{size / 2**30:.2f}\s", text), text
     everything = plan().ledger.total + sum(plan().estimated.values())
     assert plan().estimated.keys() == overhead.ROWS.keys() and re.search(rf"\nall +{everything / 2**30:.2f} ", text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import textwrap
 import threading
 import time
 import types
+from unittest import mock
 
 import jax
 import jaxlib
@@ -21,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import cluster, compat, machine, startup
+from jaxtrain.runtime import cluster, compat, control, machine, startup
 from jaxtrain.train import loop
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -108,7 +110,6 @@ LIMITS = {
     *(f"xla_gpu_first_collective_call_{name}_timeout_seconds" for name in ("warn_stuck", "terminate")),
     *("xla_gpu_executable_warn_stuck_timeout", "xla_gpu_executable_terminate_timeout"),
     "xla_gpu_nccl_termination_timeout_seconds",
-    *(("xla_gpu_device_execution_terminate_timeout",) if jax.__version_info__ >= (0, 12) else ()),
 }
 
 
@@ -136,7 +137,7 @@ def test_starts_as_configured_and_twice_is_harmless(tmp_path):
     folder = tmp_path / "cache" / machine.kernels_version()
     assert devices.startswith(f"3 cpu {folder} 3 x fake CPU devices") and folder.is_dir()
     # XLA ends the process at a flag that it does not know, so it knows them all. What the user has set stays.
-    limits = {name: value.rstrip("s") for name, value in re.findall(r"--(\w+)=(\w+)", flags)}
+    limits = {name: value for name, value in re.findall(r"--(\w+)=(\w+)", flags)}
     assert limits == dict.fromkeys(LIMITS, "1234") | {"xla_gpu_nccl_termination_timeout_seconds": "7"}
     assert "fake_devices=5: JAX already runs 3 cpu device(s)" in result.stdout
 
@@ -230,6 +231,27 @@ def test_programs_are_kept_in_the_workdir_unless_jax_has_a_folder(compile_cache)
     startup._use_compile_cache("auto", compile_cache / "run")
     folder = compile_cache / "run" / "compile_cache" / machine.kernels_version()
     assert jax.config.jax_compilation_cache_dir == str(folder) and f"jaxlib-{jaxlib.__version__}" in str(folder)
+
+
+def test_processes_that_tune_together_share_the_cache(compile_cache, monkeypatch):
+    """On GPUs; one host has a folder of its own."""
+    monkeypatch.setattr(startup, "_on_cpu", lambda: False)
+    monkeypatch.setattr(machine, "cuda_plugin", lambda: "jax-cuda12-plugin 1")
+    monkeypatch.setattr(startup, "SEEN_WITHIN_S", 0.1)
+    folder = str(compile_cache / "own")
+    startup._use_compile_cache(folder, None)
+
+    class Others:  # this is process 1; process 0 makes its file elsewhere
+        processes, hosts = types.SimpleNamespace(index=1), ["a", "b"]
+
+        def exchange(self, what, value):
+            return [".seen.0", value] if isinstance(value, str) else [True, value]
+
+    monkeypatch.setattr(control, "current", Others())
+    with pytest.raises(ConfigError, match=rf"compile_cache_dir={folder}: process 1 \(b\) does not see"):
+        startup._use_compile_cache(folder, None)
+    (pathlib.Path(folder) / machine.kernels_version() / ".seen.0").touch()
+    startup._use_compile_cache(folder, None)
 
 
 def test_damaged_entries_of_the_compile_cache_are_replaced(compile_cache, caplog):
@@ -412,3 +434,27 @@ def test_weights_wait_for_the_compiler_where_it_times_kernels(platform, order, m
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(platform=platform)])
     assert loop._compiled_and_begun(default_config(), None, Start(), None) == (("step", 1.0), ("state", 3))
     assert done == order
+
+
+def test_a_step_that_does_not_end_ends_the_run(monkeypatch, capsys):
+    """As when a collective hangs inside a GPU. Real steps go through the same limit."""
+    ended = threading.Event()
+    told = []
+    monkeypatch.setattr(control, "end", lambda code: (told.append(code), ended.set()))
+    monkeypatch.setattr(control, "fail", told.append)
+    with control.within(0.1, "step 3 has not ended"):
+        assert ended.wait(20)
+    assert told == ["step 3 has not ended", 1] and "error: step 3 has not ended" in capsys.readouterr().err
+    ended.clear()
+    with control.within(0.2, "step 4 has not ended"):
+        pass
+    assert not ended.wait(0.5) and len(told) == 2
+    config = default_config()
+    config.runtime.collective_timeout_s = 30
+    limits = []
+    monkeypatch.setattr(control, "within", lambda *limit: limits.append(limit) or contextlib.nullcontext())
+    session = types.SimpleNamespace(config=config, throughput=mock.Mock(), keeper=mock.Mock(), start=0)
+    session.data_metrics, session.writer = mock.Mock(), mock.Mock()
+    with pytest.raises(KeyError):  # metrics end here
+        loop._Session._finish(session, 3, {"loss": 1.0}, None)
+    assert limits == [(30, "step 3 has not ended after 30 s (runtime.collective_timeout_s)")]

@@ -279,8 +279,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "collective_timeout_s": Setting(
             1800,
-            "How long a device may wait for others, in the first collective and at NCCL's start too, before the run ends; "
-            "since jax 0.12 also how long a GPU may work on a step.",
+            "How long a device may wait for others, in the first collective and at NCCL's start too, and how long a step may "
+            "take, before the run ends.",
             low=30,
         ),
         "grace_s": Setting(

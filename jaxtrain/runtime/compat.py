@@ -109,12 +109,10 @@ class _WholeEntries(LRUCache):
         return pathlib.Path(self.path) / f"{key}-cache"
 
 
-def collective_flags(seconds: int) -> dict[str, int | str]:
-    """XLA's flags for how long a device waits for others before the program ends: in a collective (by default 30 to 40 s, the
-    making of NCCL's communicators without end), and in work that does not end. XLA ends the process at a flag that it does not
-    know."""
-    since_12 = {"xla_gpu_device_execution_terminate_timeout": f"{seconds}s"} if jax.__version_info__ >= (0, 12) else {}
-    return since_12 | {
+def collective_flags(seconds: int) -> dict[str, int]:
+    """XLA's flags for how long a device waits for others in a collective before the program ends: by default 30 to 40 s, at the
+    start of NCCL's communicators without end. XLA ends the process at a flag that it does not know."""
+    return {
         "xla_cpu_collective_call_warn_stuck_timeout_seconds": seconds,
         "xla_cpu_collective_call_terminate_timeout_seconds": seconds,
         "xla_cpu_collective_timeout_seconds": seconds,

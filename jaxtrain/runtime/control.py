@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxtrain.config import ConfigError
@@ -30,6 +30,7 @@ on_stop: tuple[Callable, Callable] | None = None  # what to do when a process as
 at_end: list[Callable[[], None]] = []  # what `end` does first: it skips everything else that Python would do
 current: Channel | None = None  # None: this process is alone
 joined = False  # whether this process has ever tried to join others
+PARTS = 60  # of a time limit (`within`)
 REPORT_S = 10.0  # how long a process that failed before it could join looks for the others, to tell them
 
 
@@ -125,6 +126,27 @@ def await_verdict(error: Exception) -> None:
     """Gives the channel time to end this process with a reason, if `error` looks like the loss of another process."""
     if current and not current.closing and any(word in str(error) for word in _OF_CONNECTIONS):
         time.sleep(hub.SETTLE_S + 3)
+
+
+@contextlib.contextmanager
+def within(seconds: float, text: str) -> Iterator[None]:
+    """Ends all processes of a run, with a reason, when what it surrounds takes longer: nobody else sees a collective that hangs
+    inside a GPU."""
+    done = threading.Event()
+
+    def watch() -> None:
+        for _ in range(PARTS):  # while this process is suspended, no more than one passes
+            if done.wait(seconds / PARTS):
+                return
+        say(f"error: {text}")
+        fail(text)
+        end(1)
+
+    threading.Thread(target=watch, name="limit", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def end(code: int) -> None:

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
 AUTO = "auto"
+SEEN_WITHIN_S = 15  # network file systems show new files late
 
 
 def initialize(config, workdir: pathlib.Path | None = None, pinned_bytes: Callable[[Any, int], int] | None = None) -> None:
@@ -110,7 +112,10 @@ def _set_time_limits(seconds: int) -> None:
 
 
 def _use_compile_cache(folder: str, workdir: pathlib.Path | None) -> None:
-    """Versions have folders of their own: XLA takes the autotuner's results from a folder whatever version wrote them."""
+    """Versions have folders of their own: XLA takes the autotuner's results from a folder whatever version wrote them.
+
+    On GPUs processes tune together. One that has the program from its own cache would leave the others waiting for its part.
+    """
     if folder == AUTO:
         own = workdir and not jax.config.values["jax_compilation_cache_dir"]  # else the user told jax where
         folder = str(workdir / "compile_cache") if own else ""
@@ -123,7 +128,29 @@ def _use_compile_cache(folder: str, workdir: pathlib.Path | None) -> None:
         raise UserError(f"runtime.compile_cache_dir={folder}: cannot be made: {error.strerror}: {error.filename}") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"runtime.compile_cache_dir={folder}: not writable by this user")
+    if blind := _without(path) if machine.cuda_plugin() and not _on_cpu() else []:
+        raise ConfigError(
+            f"runtime.compile_cache_dir={folder}: process {number} ({control.host_of(number)}) does not see what process 0 "
+            "writes there; take a folder that all hosts share, or an empty name for none"
+            for number in blind
+        )
     compat.use_compile_cache(path)
+
+
+def _without(folder: pathlib.Path) -> list[int]:
+    """The processes that do not see a file that process 0 makes in a folder. Every process calls it."""
+    index = control.current.processes.index if control.current else 0
+    name = control.gather(f".seen.{os.getpid()}.{time.time_ns()}")[0]
+    if index == 0:
+        (folder / name).touch()
+    control.meet()
+    end = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := (folder / name).exists()) and time.monotonic() < end:
+        time.sleep(0.5)
+    blind = [number for number, sees in enumerate(control.gather(seen)) if not sees]
+    if index == 0:
+        (folder / name).unlink()
+    return blind
 
 
 def _on_cpu() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.runtime import control
 from jaxtrain.train.program import Program
 
 
@@ -28,7 +29,9 @@ def evaluate(
     """
     total, count = 0.0, 0.0
     for sums in [eval_step(params, program.put_batch(batch, program.eval_batch_sharding)) for batch in batches]:
-        sums = jax.device_get(sums)
+        limit = program.config.runtime.collective_timeout_s
+        with control.within(limit, f"an evaluation step has not ended after {limit} s (runtime.collective_timeout_s)"):
+            sums = jax.device_get(sums)
         total, count = total + float(sums.cross_entropy), count + float(sums.targets)
     if not count:
         return {}

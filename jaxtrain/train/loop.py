@@ -196,7 +196,10 @@ class _Session:
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
         """Waits for a step's metrics, shows and writes them when due, and stops a run whose steps are all skipped."""
-        metrics = {name: value if np.ndim(value) else float(value) for name, value in jax.device_get(metrics).items()}
+        limit = self.config.runtime.collective_timeout_s
+        with control.within(limit, f"step {step} has not ended after {limit} s (runtime.collective_timeout_s)"):
+            metrics = jax.device_get(metrics)
+        metrics = {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
         self.throughput.finished()
         self.last_metrics = metrics
         if metrics["targets"] == 0:

@@ -102,7 +102,9 @@ def _verdict(plan: Plan) -> Section:
     )
     notes = ()
     if plan.verdict != "does not fit" and plan.peak_bytes > 0.75 * plan.gpu.memory_bytes:
-        share = min(0.98, plan.peak_bytes / plan.gpu.memory_bytes + 0.01)
+        inside = plan.peak_bytes + plan.estimated.get("cudnn", 0)  # of the heap
+        outside = plan.peak_bytes + sum(plan.estimated.values()) - inside
+        share = min(0.98, inside / plan.gpu.memory_bytes + 0.01, 1 - outside / plan.gpu.memory_bytes)
         notes = (f"jax takes 75% of a GPU by default: run with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}",)
     return Section("verdict", title, notes=notes, style=STYLES[plan.verdict])
 
