@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import time
@@ -24,6 +25,8 @@ from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware_rates
 from jaxtrain.model.attention import blockwise
 from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.axes import AXES
+from jaxtrain.parity import check as parity
 from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.runtime import compat
@@ -273,6 +276,16 @@ def test_models_are_those_of_the_presets():
         for count in (1, 2, 8):
             require_valid(models.config_of(step, count, False), count)
             require_valid(models.config_of(step, count, True), count)
+
+
+def test_layouts_are_valid_and_use_the_devices():
+    """From 1 to 8 GPUs."""
+    for count in range(1, 9):
+        for name, small in layers.layout_configs(count).items():
+            ways = max(n for n in (1, 2, 4, 8) if n <= count)
+            assert name.endswith(("the host", f"={ways}")) and math.prod(small.mesh[axis] for axis in AXES) == ways
+            require_valid(small, ways)
+            require_valid(parity.plain(small), 1)
 
 
 @pytest.fixture(scope="module")
