@@ -170,8 +170,13 @@ def test_heads_exchanged_for_positions(name):
 
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
 def test_keys_and_values_gathered(placement):
-    layout = layout_of((("sequence", 4),), context_method="all_gather", context_placement=placement)
-    assert_equal(run(layout, inputs(), documents(), 9), dense(*inputs(), documents(), 9))
+    """Also where layers with and without a window compute different blocks: their lists differ, though not always in length."""
+    for ways, window in ((4, 9), (2, 40)):
+        layout = layout_of((("sequence", ways),), context_method="all_gather", context_placement=placement)
+        for its in (0, window):
+            for segments in (documents(), documents([[64], [64]])):
+                got = run(layout, inputs(), segments, its, windows=(0, window))
+                assert_equal(got, dense(*inputs(), segments, its))
 
 
 @pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses and ring", "copied heads"])

@@ -62,8 +62,7 @@ def forward(
     empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
 
     def add(carry, pair):
-        # While a block of queries is at work, what it has seen so far lies in `state`; `done` has the results up to there.
-        state, done = carry
+        state, done = carry  # of the block of queries at work; of all
         top, total, acc = jax.tree.map(lambda new, old: jnp.where(pair[FIRST], new, old), empty, state)
         q_i, k_j, v_j = blocks.of_pair(pair, (heads_q,), (heads_k, heads_v))
         scores, seen, _ = blocks.scores(q_i, k_j, pair)
@@ -74,15 +73,15 @@ def forward(
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(top - shift)
         product = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
-        total, acc = total * decay + weights.sum(-1), acc * decay[..., None] + product
-        some = total != 0.0  # a nan stays one
-        out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
-        lse = jnp.where(some, new_top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-        return ((new_top, total, acc), blocks.put(done, (out.astype(dtype), lse), pair[QUERIES])), None
+        state = new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
+        return (state, blocks.put(done, state, pair[QUERIES])), None
 
-    empty_lse = jnp.full(heads_q.shape[:4], -jnp.inf)
-    (_, done) = blocks.over_pairs(add, (empty, (jnp.zeros(heads_q.shape, dtype), empty_lse)))
-    return tuple(jnp.moveaxis(x[:, :, :, : q.shape[1]], 3, 1) for x in done)
+    zeros = (jnp.zeros(heads_q.shape[:4]), jnp.zeros(heads_q.shape[:4]), jnp.zeros(heads_q.shape, jnp.float32))
+    _, (top, total, acc) = blocks.over_pairs(add, (empty, zeros))
+    some = total != 0.0  # a nan stays one
+    out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
+    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+    return tuple(jnp.moveaxis(x[:, :, :, : q.shape[1]], 3, 1) for x in (out.astype(dtype), lse))
 
 
 def backward(
@@ -114,9 +113,8 @@ def backward(
     return jnp.moveaxis(dq[:, :, :, : q.shape[1]], 3, 1), dk, dv
 
 
-QUERIES, KEYS, FIRST, LIVE = range(
-    4
-)  # of a pair: its blocks, whether it is the first of its queries, 0 if it only fills the list
+# Of a pair: its block of queries and of keys, whether it is the first of its queries, and 0 if it only fills up the list.
+QUERIES, KEYS, FIRST, LIVE = range(4)
 
 
 class _Blocks:
@@ -178,31 +176,29 @@ class _Blocks:
     def over_pairs(self, add, carry):
         """A scan over the pairs of blocks: those of the layer's window, where layers have several."""
         windows = self.settings.windows or (0,)
-        lists = [self._pairs(window) for window in windows]
+        places = self._places()
+        tables = [_tables(places, self.lengths, (self.query_block, self.key_block), window) for window in windows]
+        device = 0
+        if len(tables[0]) > 1:
+            device = jnp.argmax(jnp.asarray([place[0] for place in places]) == self.mask.queries.index.reshape(-1)[0])
 
-        def over(pairs):
-            return lambda: jax.lax.scan(add, carry, pairs)[0]
+        def over(table):
+            return lambda: jax.lax.scan(add, carry, jnp.asarray(table)[device])[0]
 
-        run = over(lists[-1])
-        for window, pairs in zip(windows[:-1], lists[:-1], strict=True):
-            if pairs.shape != lists[-1].shape:
-                run = functools.partial(jax.lax.cond, jnp.asarray(self.mask.window) == window, over(pairs), run)
+        run = over(tables[-1])
+        for window, table in zip(windows[:-1], tables[:-1], strict=True):
+            if not np.array_equal(table, tables[-1]):  # a narrow row's windows may hide nothing
+                run = functools.partial(jax.lax.cond, jnp.asarray(self.mask.window) == window, over(table), run)
         return run()
 
-    def _pairs(self, window):
-        """[n, 4] int32: the pairs that this device computes."""
+    def _places(self):
+        """Positions of the queries of each device, one of which is this one; None where all queries see all keys."""
         context, (length, whole) = self.settings.context, self.lengths
         if not self.mask.causal or length != whole and context is None:
-            places = None
-        elif length == whole:
-            places = [np.arange(length)]
-        else:
-            places = [context.row_positions(device, np.arange(length), length) for device in range(context.devices)]
-        tables = _tables(places, self.lengths, (self.query_block, self.key_block), window)
-        if len(tables) == 1:
-            return jnp.asarray(tables[0])
-        first = jnp.asarray([place[0] for place in places])
-        return jnp.asarray(tables)[jnp.argmax(first == self.mask.queries.index.reshape(-1)[0])]
+            return None
+        if length == whole:
+            return [np.arange(length)]
+        return [context.row_positions(device, np.arange(length), length) for device in range(context.devices)]
 
 
 def _tables(places: list[np.ndarray] | None, lengths: tuple[int, int], sizes: tuple[int, int], window: int) -> np.ndarray:
