@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import time
@@ -17,13 +18,15 @@ from planned import config, needs_plugin
 
 from jaxtrain.config.validate import require_valid
 from jaxtrain.gpu_check import __main__ as gpu_check
-from jaxtrain.gpu_check import attention, compare, fit, layers, models, profile, rates, run, table, timing, worker
-from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SKIPPED, Setup, rate, within
+from jaxtrain.gpu_check import attention, compare, fit, layers, machine, models, profile, rates, run, table, timing, worker
+from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SHARED, SKIPPED, Setup, rate, within
 from jaxtrain.gpu_check.report import Done, Report
 from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware_rates
 from jaxtrain.model.attention import blockwise
 from jaxtrain.parallel import mesh as meshes
+from jaxtrain.parallel.axes import AXES
+from jaxtrain.parity import check as parity
 from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.runtime import compat
@@ -118,10 +121,13 @@ def test_processes_that_die_or_hang_stop_nothing_else(planted_run):
     assert {done.name: done.problem for done in report.checks if done.problem} == {
         "breaks off": "broke off: ValueError: no more",
         "dies": "its process ended (SIGKILL)",
+        "loses the GPU": "its process ended (after an error that CUDA does not recover from)",
         "hangs": "hangs: it gave no row for 1 s and was ended",
     }
     [last] = (done for done in report.checks if done.name == "after")
     assert [(row.name, row.value) for row in last.rows] == [("found before", 7), ("devices", 2)]
+    [lost] = (done for done in report.checks if done.name == "loses the GPU")
+    assert [row.name for row in lost.rows] == ["kernel"]
     assert report.not_run == {"b: needs many": "needs 9 devices, there are 2"}
 
 
@@ -131,8 +137,8 @@ def test_files_say_at_any_moment_what_is_known(planted_run):
     [seen] = (row for done in report.checks for row in done.rows if row.name == "files")
     assert seen.value == "first, unfinished, Still running"
     known = json.loads((folder / "gpu_check.json").read_text())
-    assert known["finished"] and known["counts"]["failed"] == 4 and known["failed"] == report.failures()
-    assert len(known["failed"]) == 4 and "a: breaks off: wrong: 2 s, at most 1" in known["failed"]
+    assert known["finished"] and known["counts"]["failed"] == 6 and known["failed"] == report.failures()
+    assert len(known["failed"]) == 6 and "a: breaks off: wrong: 2 s, at most 1" in known["failed"]
     assert known["devices"].startswith("2 x fake CPU devices") and "says nothing" not in known["warning"]
     page = (folder / "gpu_check.html").read_text()
     assert "right &lt;b&gt;" in page and "SIGKILL" in page and "needs 9 devices" in page and "Still running, or" not in page
@@ -169,6 +175,17 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     status, text = code(out, "--only=machine: devices")
     assert status == 2 and "runtime.platform=gpu: but the environment has JAX_PLATFORMS=cpu; unset it" in text
+
+
+def test_steps_and_plans_have_processes_of_their_own_on_gpus():
+    """Others share one, up to the next that does not."""
+    waiting, sizes = list(table.CHECKS), []
+    while waiting:
+        first = run.together(waiting, "gpu")
+        assert len(first) == 1 or {check.process for check in first} == {SHARED}
+        sizes.append(len(first))
+        waiting = waiting[len(first) :]
+    assert sizes[0] > 10 and set(sizes[1:]) == {1} and len(run.together(table.CHECKS, "cpu")) == len(table.CHECKS)
 
 
 def test_titles_are_unique_and_in_the_order_of_sections():
@@ -264,6 +281,16 @@ def test_models_are_those_of_the_presets():
             require_valid(models.config_of(step, count, True), count)
 
 
+def test_layouts_are_valid_and_use_the_devices():
+    """From 1 to 8 GPUs."""
+    for count in range(1, 9):
+        for name, small in layers.layout_configs(count).items():
+            ways = max(n for n in (1, 2, 4, 8) if n <= count)
+            assert name.endswith(("the host", f"={ways}")) and math.prod(small.mesh[axis] for axis in AXES) == ways
+            require_valid(small, ways)
+            require_valid(parity.plain(small), 1)
+
+
 @pytest.fixture(scope="module")
 def small_step(tmp_path_factory):
     """A small step that was measured, and its profile."""
@@ -313,6 +340,7 @@ def test_profile(small_step):
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
         "loop_add_multiply_fusion_3": "memory-bound",
+        "triton_softmax_12": "memory-bound",
         "input_reduce_fusion": "memory-bound",
         "MemcpyD2H": "copies",
         "void at::anything": "other",
@@ -356,7 +384,10 @@ def times_of(true: hardware_rates.Rates, gpu) -> dict:
     return made
 
 
-def test_rates_are_found_again(tmp_path):
+KEPT = machine.kept_versions()
+
+
+def test_rates_are_found_again(tmp_path, monkeypatch):
     """From the times that known rates give; the file is read by plans, with the band of the steps."""
     gpu = gpus.by_key("h200")
     changed = dict(product=0.66, product_ceiling=0.81, product_fp8=0.5, attention=0.6, attention_backward=0.4, memory=0.9)
@@ -364,14 +395,15 @@ def test_rates_are_found_again(tmp_path):
         host=0.5, kernel_s=2e-6, host_loop_s=4e-5, nvlink=0.7, collective_s=2e-5, nvlink_step_s=2e-6, nvlink_half_bytes=5e5
     )
     true = dataclasses.replace(hardware_rates.RATES, **changed)
-    versions = {"jax": "0.10.2", "jaxlib": "0.10.2", "cudnn": "9.10.2", "driver": "570"}
-    found = {"work": times_of(true, gpu), "gpu": "h200", "count": 8, "versions": versions}
+    monkeypatch.setattr(machine, "kept_versions", lambda: KEPT | {"cudnn": "9.10.2", "driver": "570"})
+    found = {"work": times_of(true, gpu), "gpu": "h200", "count": 8}
     setup = Setup((), False, None, tmp_path, found=found)
     rows = list(fit.fit(setup))
     assert {row.name for row in rows if row.verdict == SKIPPED} >= {"network", "slowed"}
     for name, value in changed.items():
         assert setup.found["rates"][name] == pytest.approx(value, rel=0.02), name
-    path = tmp_path / "rates_h200_jax0.10.2_cudnn9.10.2.json"
+    path = tmp_path / f"rates_h200_jax{jax.__version__}_cudnn9.10.2.json"
+    assert KEPT.keys() == set(hardware_rates.VERSIONS) and KEPT["driver"] == "none"
     assert hardware_rates.load(path, "h200").error_band == hardware_rates.ERROR_BAND
     found |= {"steps": {"a": 1.1, "b": 0.95}, "plans": {"a": {"fitted_s": 1.0}, "b": {"fitted_s": 1.0}}}
     list(fit.write(setup))
@@ -381,7 +413,7 @@ def test_rates_are_found_again(tmp_path):
 
 def test_a_cpu_gives_no_rates(small):
     """Neither a file nor plans."""
-    small.found.update(gpu="", versions={}, work={"products": {"up 8192x1x1": (1.0, 1.0)}})
+    small.found.update(gpu="", work={"products": {"up 8192x1x1": (1.0, 1.0)}})
     rows = [*fit.fit(small), *fit.write(small), *models.plans(small)]
     assert {row.verdict for row in rows} == {SKIPPED} and not list(small.folder.iterdir())
 

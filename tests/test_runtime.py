@@ -136,6 +136,7 @@ def test_starts_as_configured_and_twice_is_harmless(tmp_path):
     devices, flags = result.stdout.splitlines()[:2]
     folder = tmp_path / "cache" / machine.kernels_version()
     assert devices.startswith(f"3 cpu {folder} 3 x fake CPU devices") and folder.is_dir()
+    assert compat.collective_flags(1234) == dict.fromkeys(LIMITS, 1234)
     # XLA ends the process at a flag that it does not know, so it knows them all. What the user has set stays.
     limits = {name: value for name, value in re.findall(r"--(\w+)=(\w+)", flags)}
     assert limits == dict.fromkeys(LIMITS, "1234") | {"xla_gpu_nccl_termination_timeout_seconds": "7"}

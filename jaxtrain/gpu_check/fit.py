@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
+from jaxtrain.gpu_check import machine
 from jaxtrain.gpu_check.records import Row, Setup, skipped
 from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware
@@ -112,7 +113,7 @@ def write(setup: Setup) -> Iterator[Row]:
             errors[name] = took / planned["fitted_s"] - 1
             yield Row(f"{name}: measured, by these rates", 1e3 * took, "ms", expected=1e3 * planned["fitted_s"])
     band = max([0.01, *map(abs, errors.values())]) if errors else hardware.ERROR_BAND
-    versions = {name: setup.found["versions"][name] for name in hardware.VERSIONS}
+    versions = machine.kept_versions()
     path = setup.folder / f"rates_{key}_jax{versions['jax']}_cudnn{versions['cudnn']}.json"
     evidence = {"work": setup.found.get("work", {}), "errors": errors, "devices": setup.found["count"]}
     today = datetime.date.today().isoformat()

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 from flax import nnx
 
@@ -188,26 +190,38 @@ def _moved(name: str, x: np.ndarray) -> np.ndarray:
     return np.roll(x, 1, 0).reshape(-1)
 
 
-def layouts(setup: Setup) -> Iterator[Row]:
-    """Small models whose state or activations lie on the host, and, over all devices, along each axis, against one device."""
-    base = default_config()
-    base.model.update(num_layers=2, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512)
-    cases = {"moments and weights on the host": (1, {"memory.offload": ("master", "moments")})}
-    cases["activations on the host"] = (1, {"memory.remat": "full", "memory.offload": ("block_in",)})
-    ways = max([1, *(n for n in group_sizes(setup) if n in (2, 4, 8))])
-    for axis in ("fsdp", "tensor", "sequence", "pipeline") if ways > 1 else ():
-        cases[f"{axis}={ways}"] = (ways, {"mesh.data": 1, f"mesh.{axis}": ways})
-    if setup.small:
-        cases = {name: case for name, case in cases.items() if case[0] == ways and name.startswith(("tensor", "moments"))}
-    wanted = {}
-    for name, (count, changes) in cases.items():
-        config = base.copy_and_resolve_references()
-        for key, value in changes.items():
+def layout_configs(devices: int) -> dict[str, ml_collections.ConfigDict]:
+    """Small models whose state or activations lie on the host, and one split over the devices along each axis."""
+    ways = max(n for n in (1, 2, 4, 8) if n <= devices)
+    changes: dict[str, dict[str, Any]] = {
+        "moments and weights on the host": {"mesh.fsdp": ways, "memory.offload": ("master", "moments")},
+        "activations on the host": {"mesh.fsdp": ways, "memory.remat": "full", "memory.offload": ("block_in",)},
+    }
+    for axis in ("fsdp", "tensor", "sequence", "pipeline", "expert") if ways > 1 else ():
+        experts = (
+            {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_mlp_dim": 256} if axis == "expert" else {}
+        )
+        changes[f"{axis}={ways}"] = {"mesh.data": 1, f"mesh.{axis}": ways} | experts
+    configs = {}
+    for name, settings in changes.items():
+        config = default_config()
+        config.mesh.data = 1
+        config.model.update(num_layers=8, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=512)
+        for key, value in settings.items():
             section, _, setting = key.partition(".")
             config[section][setting] = value
+        configs[name] = shrink.shrink(config, ways)
+    return configs
+
+
+def layouts(setup: Setup) -> Iterator[Row]:
+    """Losses and gradients of `layout_configs` against those of one device; in small setups of `tensor` alone."""
+    wanted: dict[str, parity.Measured] = {}
+    for name, small in layout_configs(len(setup.devices)).items():
+        if setup.small and len(setup.devices) > 1 and not name.startswith("tensor"):
+            continue
         try:
             with jax.default_matmul_precision("highest"):
-                small = shrink.shrink(config, count)
                 plain = parity.plain(small)
                 key = plain.to_json()
                 if key not in wanted:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import importlib.metadata
 import importlib.util
 import pathlib
 from collections.abc import Iterator
-
-import jax
 
 from jaxtrain.gpu_check.records import MEASURED, OFF, OK, Row, Setup, skipped
 from jaxtrain.runtime import machine
@@ -53,23 +52,28 @@ def devices(setup: Setup) -> Iterator[Row]:
 
 
 def libraries(setup: Setup) -> Iterator[Row]:
-    """Versions of what decides which kernels run. `found["versions"]` has those that measured rates are kept with."""
+    """Versions of what decides which kernels run."""
     for name, version in machine.versions().items():
         yield Row(name, version)
-    if setup.on_gpu:
-        yield Row("backend", setup.devices[0].client.platform_version)
-    cudnn = _cudnn_loaded() if setup.on_gpu else ""
-    found = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"), "cudnn": cudnn}
     for name, packages in LIBRARIES.items():
-        versions = [_package(package) for package in packages]
-        version = next(filter(None, versions), "")
+        version = _installed(packages)
         yield Row(name, version) if version else skipped(name, f"not installed as a package ({', '.join(packages)})")
-        if name == "cuDNN":
-            found["cudnn"] = found["cudnn"] or version or "unknown"
-    driver = machine.driver_fields("driver_version")
-    setup.found["versions"] = found | {"driver": driver[0] if driver else "none"}
     if setup.on_gpu:
-        yield Row("cuDNN as loaded", cudnn or "none")
+        yield Row("cuDNN as loaded", _cudnn_loaded() or "none")
+        yield Row("backend", setup.devices[0].client.platform_version)
+
+
+def kept_versions() -> dict[str, str]:
+    """The versions that measured rates are kept with: `hardware.rates.VERSIONS`."""
+    found = machine.versions()
+    driver = machine.driver_fields("driver_version")
+    cudnn = _cudnn_loaded() or _installed(LIBRARIES["cuDNN"])
+    return {
+        "jax": found["jax"],
+        "jaxlib": found["jaxlib"],
+        "cudnn": cudnn or "unknown",
+        "driver": driver[0] if driver else "none",
+    }
 
 
 def driver(setup: Setup) -> Iterator[Row]:
@@ -85,11 +89,12 @@ def driver(setup: Setup) -> Iterator[Row]:
         yield Row(name, values[0] if len(set(values)) == 1 else ", ".join(values))
 
 
-def _package(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _installed(packages: tuple[str, ...]) -> str:
+    """The version of the first of the packages that is installed; "" where none is."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
 
 
 def _cudnn_loaded() -> str:

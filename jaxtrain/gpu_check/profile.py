@@ -23,7 +23,8 @@ CLASSES = {
     "attention": r"fmha|flash|sdpa|attention|cudnn_generated",
     "products": r"gemm|cutlass|nvjet|cublas|wgmma|xmma|matmul|(^|[_.])dot|ragged",
     "copies": r"memcpy|memset|^copy|_copy|infeed",
-    "memory-bound": r"fusion|reduce|transpose|scatter|gather|sort|loop_|input_|broadcast|convert|concatenate|slice|select|scan",
+    "memory-bound": r"fusion|reduce|transpose|scatter|gather|sort|loop_|input_|broadcast|convert|concatenate|slice|select"
+    "|triton|wrapped|iota|pad",
 }
 CONTAINERS = "while|call|conditional"  # on CPUs operations whose time is that of others
 PLANNED = {"products": "product_s", "attention": "attention_s", "memory-bound": "memory_s"}  # figures of `models.plans`

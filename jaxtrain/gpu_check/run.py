@@ -41,7 +41,7 @@ class Run:
                 for check in waiting:
                     self._not_run(check, worker.SPENT)
                 break
-            waiting = waiting[self._process(_together(waiting)) :]
+            waiting = waiting[self._process(together(waiting, self.platform)) :]
         self.report.finished = True
         self._write()
         _say(reports.summary(self.report), f"Written: {self.report.folder / 'gpu_check.json'} and gpu_check.html")
@@ -126,14 +126,16 @@ class Run:
         self.report.write()
 
 
-def _together(checks: Sequence[Check]) -> Sequence[Check]:
-    """The first of the checks that run in one process."""
-    count = next((i for i, check in enumerate(checks) if check.process != SHARED), len(checks))
-    return checks[: max(count, 1)]
+def together(checks: Sequence[Check], platform: str) -> Sequence[Check]:
+    """The first of the checks, as many as run in one process: on CPUs, whose memory is not counted, all."""
+    alone = (i for i, check in enumerate(checks) if check.process != SHARED and platform != "cpu")
+    return checks[: max(next(alone, len(checks)), 1)]
 
 
 def _fate(code: int) -> str:
     """What an exit code says: "exit code 1", "SIGSEGV"."""
+    if code == worker.LOST:
+        return "after an error that CUDA does not recover from"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
