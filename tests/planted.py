@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from jaxtrain.gpu_check.records import OWN, Check, Row, within
+from jaxtrain.gpu_check.records import OWN, Check, Row, failed, within
 
 
 def first(setup):
@@ -32,6 +32,11 @@ def dies(setup):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def loses_the_gpu(setup):
+    yield failed("kernel", "XlaRuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    yield Row("after it", 1.0)
+
+
 def hangs(setup):
     yield Row("before", 1.0)
     time.sleep(60)
@@ -52,6 +57,7 @@ CHECKS = (
     Check("a", "first", first),
     Check("a", "breaks off", breaks_off),
     Check("a", "dies", dies),
+    Check("a", "loses the GPU", loses_the_gpu),
     Check("b", "needs many", after, devices=9),
     Check("b", "hangs", hangs, patience_s=1.0),
     Check("b", "after", after, process=OWN),

@@ -121,10 +121,13 @@ def test_processes_that_die_or_hang_stop_nothing_else(planted_run):
     assert {done.name: done.problem for done in report.checks if done.problem} == {
         "breaks off": "broke off: ValueError: no more",
         "dies": "its process ended (SIGKILL)",
+        "loses the GPU": "its process ended (after an error that CUDA does not recover from)",
         "hangs": "hangs: it gave no row for 1 s and was ended",
     }
     [last] = (done for done in report.checks if done.name == "after")
     assert [(row.name, row.value) for row in last.rows] == [("found before", 7), ("devices", 2)]
+    [lost] = (done for done in report.checks if done.name == "loses the GPU")
+    assert [row.name for row in lost.rows] == ["kernel"]
     assert report.not_run == {"b: needs many": "needs 9 devices, there are 2"}
 
 
@@ -134,8 +137,8 @@ def test_files_say_at_any_moment_what_is_known(planted_run):
     [seen] = (row for done in report.checks for row in done.rows if row.name == "files")
     assert seen.value == "first, unfinished, Still running"
     known = json.loads((folder / "gpu_check.json").read_text())
-    assert known["finished"] and known["counts"]["failed"] == 4 and known["failed"] == report.failures()
-    assert len(known["failed"]) == 4 and "a: breaks off: wrong: 2 s, at most 1" in known["failed"]
+    assert known["finished"] and known["counts"]["failed"] == 6 and known["failed"] == report.failures()
+    assert len(known["failed"]) == 6 and "a: breaks off: wrong: 2 s, at most 1" in known["failed"]
     assert known["devices"].startswith("2 x fake CPU devices") and "says nothing" not in known["warning"]
     page = (folder / "gpu_check.html").read_text()
     assert "right &lt;b&gt;" in page and "SIGKILL" in page and "needs 9 devices" in page and "Still running, or" not in page

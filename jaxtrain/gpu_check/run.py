@@ -134,6 +134,8 @@ def together(checks: Sequence[Check], platform: str) -> Sequence[Check]:
 
 def _fate(code: int) -> str:
     """What an exit code says: "exit code 1", "SIGSEGV"."""
+    if code == worker.LOST:
+        return "after an error that CUDA does not recover from"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -18,6 +20,11 @@ from jaxtrain.runtime import machine, startup
 
 MOST_DEVICES, FAKE_DEVICES = 8, 2
 SPENT = "the time was spent"
+# Errors after which every call of a process to CUDA fails: it ends, so that the next check has another.
+STICKY = re.compile(
+    "ILLEGAL_(ADDRESS|INSTRUCTION)|LAUNCH_(FAILED|TIMEOUT)|MISALIGNED_ADDRESS|illegal memory access|launch failure"
+)
+LOST = 70
 
 
 def work(connection: Connection, checks: Sequence[Check], platform: str, setup: dict[str, Any]) -> None:
@@ -61,6 +68,8 @@ def each(checks: Sequence[Check], setup: Setup, send: Callable[..., None]) -> No
         try:
             for row in check.function(setup):
                 send("row", row)
+                if STICKY.search(row.note):
+                    os._exit(LOST)
                 if setup.left_s() <= 0:
                     send("rest not run", number, SPENT)
                     break

@@ -58,13 +58,9 @@ def forward(
     """
     blocks = _Blocks(q, k, mask, settings)
     heads_q, heads_k, heads_v = blocks.queries(q), blocks.keys(k), blocks.keys(v)
-    shape = (*heads_q.shape[:3], blocks.query_block)
-    empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
 
     def add(carry, pair):
-        state, done = carry  # of the block of queries at work; of all
-        top, total, acc = jax.tree.map(lambda new, old: jnp.where(pair[FIRST], new, old), empty, state)
-        q_i, k_j, v_j = blocks.of_pair(pair, (heads_q,), (heads_k, heads_v))
+        top, total, acc, q_i, k_j, v_j = blocks.of_pair(pair, (*carry, heads_q), (heads_k, heads_v))
         scores, seen, _ = blocks.scores(q_i, k_j, pair)
         scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
@@ -73,11 +69,12 @@ def forward(
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(top - shift)
         product = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
-        state = new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
-        return (state, blocks.put(done, state, pair[QUERIES])), None
+        parts = new_top, total * decay + weights.sum(-1), acc * decay[..., None] + product
+        return blocks.put(carry, parts, pair[QUERIES]), None
 
-    zeros = (jnp.zeros(heads_q.shape[:4]), jnp.zeros(heads_q.shape[:4]), jnp.zeros(heads_q.shape, jnp.float32))
-    _, (top, total, acc) = blocks.over_pairs(add, (empty, zeros))
+    shape = heads_q.shape[:4]
+    empty = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(heads_q.shape, jnp.float32)
+    top, total, acc = blocks.over_pairs(add, empty)
     some = total != 0.0  # a nan stays one
     out = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0)
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
@@ -93,28 +90,25 @@ def backward(
     rows = [blocks.queries(x) for x in (q, saved.g, saved.lse[..., None], saved.sums[..., None])]
 
     def add(carry, pair):
-        dq_i, dq, dk, dv = carry
-        q_i, g_i, lse_i, delta_i, k_j, v_j = blocks.of_pair(pair, rows, (heads_k, heads_v))
+        dq, dk, dv = carry
+        dq_i, q_i, g_i, lse_i, delta_i, k_j, v_j = blocks.of_pair(pair, (dq, *rows), (heads_k, heads_v))
         scores, seen, slope = blocks.scores(q_i, k_j, pair)
         p = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse_i)
         dp = jnp.einsum("BKGTH,BKSH->BKGTS", g_i, v_j, preferred_element_type=jnp.float32)
         ds = (p * (dp - delta_i) * slope * settings.scale).astype(q.dtype)
-        dq_i = jnp.where(pair[FIRST], 0.0, dq_i)
         dq_i = dq_i + jnp.einsum("BKGTS,BKSH->BKGTH", ds, k_j, preferred_element_type=jnp.float32)
         dk_j = jnp.einsum("BKGTS,BKGTH->BKSH", ds, q_i, preferred_element_type=jnp.float32)
         dv_j = jnp.einsum("BKGTS,BKGTH->BKSH", p.astype(saved.g.dtype), g_i, preferred_element_type=jnp.float32)
-        dq = blocks.put(dq, dq_i.astype(dtype), pair[QUERIES])
-        return (dq_i, dq, blocks.add_keys(dk, dk_j, pair[KEYS]), blocks.add_keys(dv, dv_j, pair[KEYS])), None
+        dq = blocks.put(dq, dq_i, pair[QUERIES])
+        return (dq, blocks.add_keys(dk, dk_j, pair[KEYS]), blocks.add_keys(dv, dv_j, pair[KEYS])), None
 
-    zero_block = jnp.zeros((*rows[0].shape[:3], blocks.query_block, q.shape[-1]), jnp.float32)
-    zeros = (jnp.zeros(rows[0].shape, dtype), *(jnp.zeros(x.shape, jnp.float32) for x in (heads_k, heads_v)))
-    _, dq, dk, dv = blocks.over_pairs(add, (zero_block, *zeros))
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (rows[0], heads_k, heads_v))
+    dq, dk, dv = blocks.over_pairs(add, zeros)
     dk, dv = (jnp.moveaxis(x[:, :, : k.shape[1]], 2, 1) for x in (dk, dv))
-    return jnp.moveaxis(dq[:, :, :, : q.shape[1]], 3, 1), dk, dv
+    return jnp.moveaxis(dq[:, :, :, : q.shape[1]].astype(dtype), 3, 1), dk, dv
 
 
-# Of a pair: its block of queries and of keys, whether it is the first of its queries, and 0 if it only fills up the list.
-QUERIES, KEYS, FIRST, LIVE = range(4)
+QUERIES, KEYS, LIVE = range(3)  # of a pair: its block of queries and of keys, and 0 if it only fills up the list
 
 
 class _Blocks:
@@ -202,7 +196,7 @@ class _Blocks:
 
 
 def _tables(places: list[np.ndarray] | None, lengths: tuple[int, int], sizes: tuple[int, int], window: int) -> np.ndarray:
-    """[devices, n, 4] int32: the pairs of blocks in which a query may see a key, row by row; lists are filled up to one length.
+    """[devices, n, 3] int32: the pairs of blocks in which a query may see a key, row by row; lists are filled up to one length.
 
     Args:
       places: for each device, the positions of its queries in ascending order, where keys have positions from 0 on in that
@@ -219,11 +213,8 @@ def _tables(places: list[np.ndarray] | None, lengths: tuple[int, int], sizes: tu
             seen = first_key <= place[ends, None]
             seen &= (last_key > place[starts, None] - window) | (window == 0)
         pairs = np.argwhere(seen)
-        first = np.diff(pairs[:, 0], prepend=-1) > 0
-        found.append(np.column_stack([pairs, first, np.ones(len(pairs))]).astype(np.int32))
-    fill = [
-        np.concatenate([pairs, np.repeat(pairs[-1:] * [1, 1, 0, 0], max(map(len, found)) - len(pairs), 0)]) for pairs in found
-    ]
+        found.append(np.pad(pairs, ((0, 0), (0, 1)), constant_values=1))
+    fill = [np.concatenate([pairs, np.repeat(pairs[-1:] * [1, 1, 0], max(map(len, found)) - len(pairs), 0)]) for pairs in found]
     return np.stack(fill).astype(np.int32)
 
 
