@@ -110,6 +110,7 @@ def test_blockwise_gradients_equal_reference(mesh, block):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
 @pytest.mark.parametrize("mesh", [{}, {"sequence": 2}, {"tensor": 2}])
 def test_documents_do_not_see_each_other(backend, mesh):

@@ -135,6 +135,7 @@ def test_restores_onto_other_meshes(tmp_path):
     save_to.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adafactor", "muon"])
 def test_update_rules_with_states_of_their_own_restore_onto_other_meshes(tmp_path, rule):
     """Adafactor's rows and columns have fewer dimensions than their weights, Muon's weights two kinds of state."""
@@ -194,6 +195,7 @@ def test_should_save():
     assert not pathlib.Path("unused").exists()
 
 
+@pytest.mark.slow
 def test_keeps_the_last_and_every_nth(tmp_path):
     save_all(tmp_path, *range(1, 8), last=2, every_steps=4)
     assert saved_steps(tmp_path) == [4, 6, 7]
@@ -319,6 +321,7 @@ def test_damaged_newest_is_passed_over_and_moved_aside(run_of_three, damage, cap
     assert saved_steps(run_of_three) == [1, 2] and (root / "damaged" / "3-1").is_dir()
 
 
+@pytest.mark.slow
 def test_odd_folders_are_passed_over_and_in_nobodys_way(run_of_three, caplog):
     """Names that only look like steps, files, links to nowhere: none is read, none stops a save, all stay or are moved."""
     root = run_of_three / "checkpoints"
@@ -656,6 +659,7 @@ def run_two_processes(workdir, action):
     return outputs
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_pass_over_damage_together(tmp_path):
     run_two_processes(tmp_path, "save")
     folder = tmp_path / "checkpoints" / "2"

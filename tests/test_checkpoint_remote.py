@@ -66,6 +66,7 @@ def restored(workdir, url, wanted=None):
     return step
 
 
+@pytest.mark.slow
 def test_a_new_machine_goes_on_from_the_copies(system, url, tmp_path, caplog):
     save_all(tmp_path / "first", url, 8, 9, 10, last=2)
     store = remote.Store(url)
@@ -81,6 +82,7 @@ def test_a_new_machine_goes_on_from_the_copies(system, url, tmp_path, caplog):
     assert aside == {"10-1", "11-1"}
 
 
+@pytest.mark.slow
 def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, three, tmp_path, caplog):
     for step in (1, 2, 3):
         remote.Store(url).push(three / "checkpoints", step)
@@ -98,6 +100,7 @@ def test_unfinished_and_damaged_copies_are_passed_over_and_stay(system, url, thr
     assert kept == set(before)
 
 
+@pytest.mark.slow
 def test_a_copy_or_a_deletion_that_is_cut_off_does_not_count(url, three, monkeypatch):
     store, count = remote.Store(url), [0]
     put, delete = remote.Store._put, remote.Store.delete
@@ -126,6 +129,7 @@ def test_a_copy_or_a_deletion_that_is_cut_off_does_not_count(url, three, monkeyp
     assert store.sizes() == {} and store._files("checkpoints/1")
 
 
+@pytest.mark.slow
 def test_what_is_beside_comes_too(url, three, tmp_path):
     workdir = shutil.copytree(three, tmp_path / "run")
     (workdir / "config.json").write_text("{}")
@@ -175,6 +179,7 @@ def test_a_store_that_cannot_be_written_costs_no_step(url, tmp_path, monkeypatch
     assert "step 2 could not be copied" in caplog.text
 
 
+@pytest.mark.slow
 def test_copying_holds_up_no_save(url, tmp_path, monkeypatch):
     push, seen = remote.Store.push, []
 
@@ -192,6 +197,7 @@ def test_copying_holds_up_no_save(url, tmp_path, monkeypatch):
     assert seen == [1, 2] and list(remote.Store(url).sizes()) == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_url(url, three, tmp_path, capsys):
     for step in (1, 2):
         remote.Store(url).push(three / "checkpoints", step)

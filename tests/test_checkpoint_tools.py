@@ -83,6 +83,7 @@ def test_consolidate_is_one_file_without_padding(made, tmp_path, capsys):
         tool.main(["consolidate", str(made[0]), f"--output={target}"])
 
 
+@pytest.mark.slow
 def test_average_is_a_run_with_the_mean(made, tmp_path, capsys):
     assert "steps 5, 10, 20, as step 20" in run(capsys, "average", made[0], f"--output={tmp_path / 'mean'}")
     program = made[1]

@@ -70,6 +70,7 @@ def test_default_config_is_locked(change, tmp_path):
             change(config)
 
 
+@pytest.mark.slow
 def test_tree_is_locked_again_after_a_file_failed(tmp_path):
     problems(file(tmp_path, "raise ValueError('no')"))
     problems(file(tmp_path, f"from jaxtrain.config import load\nload({file(tmp_path)!r})\nc.lr = 1"))

@@ -37,6 +37,7 @@ def exported(run, folder, *more):
     return folder
 
 
+@pytest.mark.slow
 def test_import_then_export_is_the_same_to_the_byte(tmp_path):
     run = imported(tmp_path, "qwen3", *ON_EIGHT)
     same_files(exported(run, tmp_path / "one", "--config.mesh.fsdp=1"), GOLDEN / "qwen3")
@@ -47,6 +48,7 @@ def test_import_then_export_is_the_same_to_the_byte(tmp_path):
     assert {dtype for dtype, _ in tensors_of(files).values()} == {"F16"}
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_exported(tmp_path):
     """Here it is twice the weights, of all but the embedding, which has none because it was frozen."""
     folder = imported(tmp_path, "qwen3", "--config.mesh.fsdp=1")
@@ -64,6 +66,7 @@ def test_the_moving_average_is_exported(tmp_path):
         exported(folder, tmp_path / "none", "--ema", "--step=0")
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path, capsys):
     run = imported(tmp_path, "llama_tied")
     with pytest.raises(UserError, match="holds a run already"):

@@ -265,6 +265,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_worker_processes_change_nothing_outside_absl(many, tmp_path_factory):
     script = tmp_path_factory.mktemp("script") / "plain.py"
     script.write_text(WORKER_SCRIPT)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
 import kill_table  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, kills", [("tokenizing", 3), pytest.param("training", 2, marks=pytest.mark.slow)])
 def test_kills_change_nothing(tmp_path, kind, kills):
     finished, wrong = kill_table.table(kind, tmp_path, kills, random.Random(1))

@@ -92,6 +92,7 @@ def batches(path, count=6, **changes):
     return made
 
 
+@pytest.mark.slow
 def test_the_same_rows_from_s3_as_from_disk(bucket, tmp_path):
     _, folder = bucket
     assert batches("s3://corpus/text/*.jsonl") == batches("s3://corpus/text") == batches(folder / "0.jsonl")

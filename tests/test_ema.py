@@ -40,6 +40,7 @@ def trained(name):
     return p, weights, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_weighted_mean_of_all_weights_since_the_start(name):
     """On every mesh, of every trained weight, routers' biases too; each lies where its weight lies, in float32."""

@@ -35,6 +35,7 @@ def figures(tmp_path, *arguments):
     return json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_logits_on_every_mesh(texts, tmp_path, caplog):
     program = program_of(GOLDEN / "llama")
     params, total, count = load(program, GOLDEN / "llama"), 0.0, 0
@@ -61,6 +62,7 @@ def test_the_loss_is_that_of_the_logits_on_every_mesh(texts, tmp_path, caplog):
         assert found["eval_bits_per_byte"] > 0 and found["tokens_per_s"] > 0 and "tokens/s" in caplog.text
 
 
+@pytest.mark.slow
 def test_several_sets_by_name(texts, tmp_path):
     sets = {"first": {"paths": (str(texts / "0.txt"),)}, "second": {"paths": (str(texts / "1.txt"),)}}
     overrides = [("data.eval_sources", sets), ("data.paths", (str(texts),)), ("data.seq_len_tokens", 64)]

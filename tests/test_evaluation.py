@@ -25,6 +25,7 @@ def small(folder, **changes):
     return config(data__paths=(str(folder),), data__holdout_fraction=0.6, eval__max_rows=10, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

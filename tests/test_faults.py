@@ -71,6 +71,7 @@ def free_port() -> int:
     return free_port()
 
 
+@pytest.mark.slow
 def test_values_of_all_processes_in_order():
     codes, printed = processes("print(control.gather(index * 10), control.current.hosts)")
     assert codes == [0, 0, 0], printed
@@ -78,6 +79,7 @@ def test_values_of_all_processes_in_order():
     assert printed == [f"[0, 10, 20] {[host] * 3}\n"] * 3
 
 
+@pytest.mark.slow
 def test_a_difference_ends_all_with_both_values():
     codes, printed = processes("control.agree({'a': 1, 'train.seed': 4 if index == 2 else 3}); time.sleep(60)")
     assert codes == [2, 2, 2], printed
@@ -85,6 +87,7 @@ def test_a_difference_ends_all_with_both_values():
     assert all("Traceback" not in text and "- a:" not in text for text in printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
@@ -102,6 +105,7 @@ def test_an_error_of_one_ends_the_others_with_its_name(error, code, words, culpr
         assert f"error: process {culprit} (" in line and words in line, line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "words"), [("SIGKILL", "is gone"), ("SIGSTOP", "gave no sign of life for")])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_dead_or_frozen_process_ends_the_others(number, words, victim):
@@ -121,18 +125,21 @@ def test_a_dead_or_frozen_process_ends_the_others(number, words, victim):
         assert codes[index] == 1 and f"error: process {victim} (" in line and words in line, line
 
 
+@pytest.mark.slow
 def test_those_who_are_missing_are_named():
     codes, printed = processes("print('started')", count=4, start=(0, 2))
     assert codes == [1, 1], printed
     assert all("start-up not complete after 2 s" in text and "these did not come: 1, 3;" in text for text in printed)
 
 
+@pytest.mark.slow
 def test_a_number_given_twice_is_refused():
     codes, printed = processes("print('started')", count=3, start=(0, 1, 1))
     assert sorted(codes) == [1, 1, 2], printed
     assert any("runtime.process_id=1: " in text and "has it already" in text for text in printed)
 
 
+@pytest.mark.slow
 def test_all_stop_after_the_same_launch():
     """Process 1 is two launches behind when the signal comes to it; all end with the same count."""
     code = """
@@ -153,6 +160,7 @@ def test_all_stop_after_the_same_launch():
     assert all("stopped by SIGTERM to process 1 (" in text and "Traceback" not in text for text in printed)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_launch_ends_all_at_once():
     code = "control.meet()\nif index == 1: os.kill(os.getpid(), signal.SIGUSR1)\ntime.sleep(60)"
     codes, printed = processes(code)
@@ -196,11 +204,13 @@ def test_helpers_of_a_process_leave_signals_alone_and_end_with_it(tmp_path, thre
 # Real commands.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_whichever_of_three_has_the_error(odd, tmp_path):
     fault_table.FAULTS["one process with a bad setting"](tmp_path / "fault", 3, random.Random(0), odd)
 
 
+@pytest.mark.slow
 def test_a_signal_before_all_are_there_ends_those_that_are():
     code = "print('never')"
     body = "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start() if index == 1 else None\n"
@@ -236,6 +246,7 @@ def test_addresses_to_listen_at(monkeypatch):
     assert control.bind_addresses("node1") == ["10.1.2.3"]
 
 
+@pytest.mark.slow
 def test_an_error_while_libraries_are_silenced_is_shown():
     code = """
         from jaxtrain.runtime import chatter
@@ -278,12 +289,14 @@ SLOW_FAULTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAULTS)])
 def test_fault(name, tmp_path):
     """One try of a row of the table, which raises AssertionError where a process does not end as it must."""
     fault_table.FAULTS[name](tmp_path / "fault", 2, random.Random(0))
 
 
+@pytest.mark.slow
 def test_alone_a_signal_saves_the_step(tmp_path):
     fault_table.stops(signal.SIGTERM, "training")(tmp_path / "fault", 1, random.Random(0))
 

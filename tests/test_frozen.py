@@ -31,6 +31,7 @@ def gradients(name, frozen):
     return float(metrics["loss"]), float(metrics["grad_norm"]), dict(flat(host(grads)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_the_others_are_as_they_were(name):
     all_loss, _, every = gradients(name, ())
@@ -48,6 +49,7 @@ def compiled(frozen):
     return p, p.train_step.lower(*p.abstract_step_arguments()).compile()
 
 
+@pytest.mark.slow
 def test_a_step_has_neither_moments_nor_gradients_of_them():
     """By the bytes of the compiled step: arguments, temporaries, sums over devices; frozen weights come out as they went in."""
     (whole, all_of_it), (p, step) = compiled(()), compiled(("blocks.mlp.*",))

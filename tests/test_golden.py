@@ -106,6 +106,7 @@ def check_gradients(name, ours):
     assert max(errors.values()) < TOLERANCE, {key: error for key, error in errors.items() if not error < TOLERANCE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients_equal_transformers(name):
     tokens = golden(name)["tokens"]
@@ -119,6 +120,7 @@ def test_logits_loss_and_gradients_equal_transformers(name):
     check_gradients(name, flat(gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", (1, 2))
 def test_thirty_steps_equal_a_plain_torch_adamw_loop(accumulation_steps):
     curve = golden("llama3_curve")

@@ -43,6 +43,7 @@ def comparison(setup, name, backend="blockwise", dtype="bfloat16"):
     return next(c for c in attention.comparisons(setup, backend, dtype) if c.name == name)
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes_and_wrong_ones_fail(small, monkeypatch):
     """A scale that is 10% off, and gradients of keys that are lost, are far beyond the bounds."""
     good = list(compare.compare(comparison(small, "packed, padding"), small))
@@ -86,6 +87,7 @@ def test_what_raises_or_is_refused_does_not_stop_the_others(small, monkeypatch):
     assert row.verdict == SKIPPED and "the cpu platform" in row.note
 
 
+@pytest.mark.slow
 def test_layers(small):
     """Experts under three loads, fp8, loss; collectives over 2, 4 and 8 devices."""
     rows = list(layers.check(small))
@@ -97,6 +99,7 @@ def test_layers(small):
     assert layers._moved("permute", np.arange(6).reshape(3, 2)).tolist() == [4, 5, 0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_times_are_per_unit_of_work(small):
     x = rates.array(small, 8)
     assert timing.Program("", lambda x: x, (x,), 4e12, "TFLOP/s").in_unit(2.0) == 2.0
@@ -115,6 +118,7 @@ def planted_run(tmp_path_factory):
     return done, folder
 
 
+@pytest.mark.slow
 def test_processes_that_die_or_hang_stop_nothing_else(planted_run):
     """What they were doing is named, and the next check runs in another process, with what was found before."""
     report, _ = planted_run
@@ -154,6 +158,7 @@ def test_spent_time_ends_it_with_what_it_has(small):
     assert late.not_run == {"c: long": "the time was spent"} and late.finished and not late.failures()
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, monkeypatch, capsys):
     """Exit codes: 0, 1 with a line for each failure, 2; and one message without a GPU."""
 
@@ -226,6 +231,7 @@ def tried(comparisons):
     return [(one.function, one.inputs()) for one in comparisons if not one.refusal and not SAME_PROGRAM.match(one.name)]
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_numerics_of_cudnn_compile_for_a_gpu():
@@ -239,6 +245,7 @@ def test_numerics_of_cudnn_compile_for_a_gpu():
     assert len(re.findall(r'custom_call_target="__cudnn\$fmha', text)) >= 2 * len(programs) >= 20
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_other_numerics_and_rates_compile_for_a_gpu(monkeypatch):
@@ -299,6 +306,7 @@ def small_step(tmp_path_factory):
     return setup, list(models.measure(step, setup)), list(profile.check(step, setup))
 
 
+@pytest.mark.slow
 def test_a_small_step(small_step):
     setup, rows, _ = small_step
     by_name = {row.name: row for row in rows}
@@ -418,6 +426,7 @@ def test_a_cpu_gives_no_rates(small):
     assert {row.verdict for row in rows} == {SKIPPED} and not list(small.folder.iterdir())
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_steps_are_planned_for_the_gpus_at_hand(tmp_path, monkeypatch):

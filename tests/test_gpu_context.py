@@ -47,6 +47,7 @@ def attention() -> list[tuple[bool, tuple[int, ...], int]]:
     return found
 
 
+@pytest.mark.slow
 def test_peak():
     """GiB: what it was when this was written, and a little."""
     assert step().assignment.peak_bytes < 30.5 * GIB

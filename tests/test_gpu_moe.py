@@ -37,6 +37,7 @@ def found() -> list[Collective]:
     return [c for c in step().collectives() if c.executions]
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_rows_go_to_experts_and_back_and_their_gradients_likewise():
     """Five times a layer, recomputation included: rows there and back; in the backward rows, gradients there and back."""

@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.model.batch import Batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_at_64_positions_equal_transformers(name):
     program = program_of(GOLDEN / name)

@@ -31,6 +31,7 @@ def hub(bucket):  # noqa: F811
     return "s3://hub", system
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_and_written(hub, tmp_path, monkeypatch):
     url, system = hub
     asked = []

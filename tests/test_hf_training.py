@@ -24,6 +24,7 @@ def adamw(**changes):
     return program_of(GOLDEN / "llama", **{f"optimizer__{key}": value for key, value in settings.items()} | changes)
 
 
+@pytest.mark.slow
 def test_first_loss_and_ten_steps_of_adamw_equal_torch():
     program = adamw()
     params = load(program, GOLDEN / "llama")
@@ -39,6 +40,7 @@ def test_first_loss_and_ten_steps_of_adamw_equal_torch():
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_a_folder_and_is_exported(tmp_path, caplog):
     """checkpoint.init_from: with the learning rate 0 what leaves is what came."""
     (tmp_path / "text.txt").write_text("Some text to train on. " * 40)

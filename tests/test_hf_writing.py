@@ -57,6 +57,7 @@ def test_read_then_written_is_the_same_to_the_byte(name, tmp_path):
     assert after["dtype"] == after["torch_dtype"] == before["dtype"]
 
 
+@pytest.mark.slow
 def test_quantized_experts_are_written_as_what_they_stand_for(tmp_path):
     """MXFP4 becomes bfloat16, without losing a bit: read again, every number is the same."""
     source = GOLDEN / "gpt_oss_mxfp4"
@@ -140,6 +141,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_any_mesh_writes_the_same_bytes(name, tmp_path):
     changes = {"train__accumulation_steps": 2, "data__global_batch_rows": 4} if "pipeline" in MESHES[name] else {}

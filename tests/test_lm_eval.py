@@ -47,6 +47,7 @@ def asked(*arguments):
     return types.SimpleNamespace(args=arguments)
 
 
+@pytest.mark.slow
 def test_likelihoods_of_continuations(harness, log_p):
     pairs = [("2 + 2 = ", "4"), ("2 + 2 = ", "five"), ("", "alone"), ("x" * 90, "the latest bytes count")]
     found = harness.loglikelihood([asked(*pair) for pair in pairs])
@@ -81,6 +82,7 @@ def test_whole_texts_are_scored_in_windows(harness, log_p):
     assert found[0] == pytest.approx(harness.loglikelihood([asked("", "short")])[0][0], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_generation(harness):
     whole = generate.generate(GOLDEN / "llama", ["abc", "wxyz"], max_tokens=12, temperature=0.0, overrides=FLOAT32)
     greedy = {"until": [], "max_gen_toks": 12, "do_sample": False}
@@ -122,6 +124,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 }
 
 
+@pytest.mark.slow
 def test_tasks_of_ones_own(tmp_path, harness, capsys, monkeypatch):
     """Made data and two tasks, without a network: what is right by the logits is counted as right."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

@@ -132,6 +132,7 @@ LAUNCHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_tasks_of_srun_pass_their_gpus_to_jax(name, tmp_path):
     """Real processes with SLURM's variables and a driver that shows four GPUs; jax's start is where they end."""

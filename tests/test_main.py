@@ -220,6 +220,7 @@ def events(folder):
 # What a run leaves behind.
 
 
+@pytest.mark.slow
 def test_model_learns(straight):
     losses = [loss for _, loss in straight.steps("loss")]
     assert 5.0 < losses[0] < 6.0  # ln(258) = 5.55
@@ -292,6 +293,7 @@ def test_a_step_has_one_number(straight):
     assert saved_steps(straight.workdir)[-1] == straight.rows[-1]["step"] == int(straight.state.step) == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_logged_learning_rate_is_the_schedule(place, straight, resumed):
     """C25: one tick per optimizer step although there are two microbatches, step 1 moves, the last step has the end value."""
     config = configs.load(f"{place}/tiny.py")
@@ -332,6 +334,7 @@ def test_continued_run_is_bit_identical(straight, stopped, resumed):
     assert resumed.summary["final_loss"] == straight.summary["final_loss"]
 
 
+@pytest.mark.slow
 def test_continued_on_another_mesh(place, straight, stopped):
     shutil.copytree(stopped.workdir, place / "moved")
     run = train(place, place / "moved", "mesh.data=1", "mesh.fsdp=8", "mesh.tensor=1")
@@ -343,6 +346,7 @@ def test_continued_on_another_mesh(place, straight, stopped):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), run.state.params, straight.state.params)
 
 
+@pytest.mark.slow
 def test_continued_with_other_stages(place):
     """From virtual pipeline stages, which hold layers in an order of their own, to none: weights, moments, losses."""
     common = "model.num_layers=4", "train.num_steps=3", "optimizer.warmup_steps=2", "checkpoint.save_every_steps=2"
@@ -362,6 +366,7 @@ def test_continued_with_other_stages(place):
         np.testing.assert_allclose(leaf, other[order], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_finished_run_given_again_loses_nothing(place, straight):
     shutil.copytree(straight.workdir, place / "again")
     run = train(place, place / "again")
@@ -372,6 +377,7 @@ def test_finished_run_given_again_loses_nothing(place, straight):
         assert run.summary[name] == straight.summary[name]
 
 
+@pytest.mark.slow
 def test_stopped_while_evaluating(place, straight):
     """The evaluation belongs to a step that is saved; the one that was cut short is not missing in the end."""
 
@@ -387,6 +393,7 @@ def test_stopped_while_evaluating(place, straight):
 # Gradients and batches that are not as they should be.
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_nonfinite_stop_the_run(place):
     """Weights of 1e38 overflow in the next forward pass."""
     overrides = "optimizer.learning_rate=1e38", "optimizer.max_nonfinite_steps=3", "checkpoint.save_every_steps=0"
@@ -402,6 +409,7 @@ def test_gradients_that_stay_nonfinite_stop_the_run(place):
     assert "Traceback" not in run.log and not (run.workdir / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_batch_without_targets(place):
     """C23: loss 0, gradient 0, a warning, no NaN; training goes on."""
     original = loop.train_batches
@@ -466,6 +474,7 @@ def test_workdir_in_use(place, tmp_path):
         lock.require_held()
 
 
+@pytest.mark.slow
 def test_run_that_lost_its_lock_saves_nothing_more(place, tmp_path, monkeypatch):
     monkeypatch.setattr(WorkdirLock, "_is_mine", lambda self: False)
     run = train(place, tmp_path / "run", "train.num_steps=5")
@@ -473,6 +482,7 @@ def test_run_that_lost_its_lock_saves_nothing_more(place, tmp_path, monkeypatch)
     assert "has taken this folder over" in run.log and not saved_steps(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_workdir_of_another_run(place, tmp_path, straight):
     """Another model, corpus, batch or seed: refused, with the difference; every file is as it was."""
     workdir = tmp_path / "run"
@@ -505,6 +515,7 @@ def test_workdir_of_another_run(place, tmp_path, straight):
         assert files(workdir) == before, override
 
 
+@pytest.mark.slow
 def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tmp_path, straight):
     losses = []
     for name, (change, *more) in enumerate((["optimizer.name=adamw"], ["optimizer.name=sgd"])):
@@ -518,6 +529,7 @@ def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tm
     assert saved_steps(workdir) == [20, 22]
 
 
+@pytest.mark.slow
 def test_moving_average_and_best_over_an_error(place, tmp_path):
     """Step 7 fails: step 6 is saved, and with it goes on bit by bit. Both are evaluated, the best average stays."""
     settings = ("train.ema_decay=0.8", "train.num_steps=12", "eval.every_steps=2", "checkpoint.save_every_steps=8")
@@ -543,6 +555,7 @@ def test_moving_average_and_best_over_an_error(place, tmp_path):
         assert run.code == 2 and words in run.log
 
 
+@pytest.mark.slow
 def test_an_average_that_begins_later_and_weights_alone(place, tmp_path, straight):
     workdir = shutil.copytree(straight.workdir, tmp_path / "run")
     settings = "train.ema_decay=0.8", "train.num_steps=21"
@@ -558,6 +571,7 @@ def test_an_average_that_begins_later_and_weights_alone(place, tmp_path, straigh
     assert begun.code == 0 and "Weights come from the checkpoint of step 21" in begun.log, begun.log
 
 
+@pytest.mark.slow
 def test_changes_are_listed_and_kept(place, tmp_path, straight):
     """A finished cosine run goes on: what changed in the training is told, and what that does to the rate; the rest is not."""
     workdir = tmp_path / "run"
@@ -583,6 +597,7 @@ def test_changes_are_listed_and_kept(place, tmp_path, straight):
     )
 
 
+@pytest.mark.slow
 def test_other_rows_only_if_asked_for(place, tmp_path, straight):
     workdir = tmp_path / "run"
     shutil.copytree(straight.workdir, workdir)
@@ -598,6 +613,7 @@ def test_other_rows_only_if_asked_for(place, tmp_path, straight):
     assert "data.seed" in (workdir / "config_history.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_checkpoint_of_an_earlier_version(place, tmp_path, straight):
     """It records batch and seed alone, and may have been saved while steps were skipped: their count starts anew."""
     workdir = tmp_path / "run"
@@ -618,6 +634,7 @@ def test_checkpoint_of_an_earlier_version(place, tmp_path, straight):
     assert "--config.checkpoint.restore_step=20 " in run.log
 
 
+@pytest.mark.slow
 def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_path, stopped, straight):
     """One finite step at a rate of 1e30 ruins the weights, and they are saved before the next step tells."""
     workdir = tmp_path / "run"
@@ -651,6 +668,7 @@ def test_adafactor_continues_to_the_bit_and_on_another_mesh(place, tmp_path):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), straight.state.params, moved.state.params)
 
 
+@pytest.mark.slow
 def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
     """No later step tells, and the loss of ruined weights is finite: norms hide it."""
     workdir, alone = tmp_path / "run", ("data.holdout_fraction=0", "checkpoint.save_every_steps=2", "checkpoint.keep_last=1")
@@ -669,6 +687,7 @@ def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
     assert saved_steps(workdir) == [5]
 
 
+@pytest.mark.slow
 def test_weights_of_another_run(place, tmp_path, straight):
     source, start = f"checkpoint.init_from={straight.workdir}", ("eval.at_start=True", "train.num_steps=1")
     short = (*start, "optimizer.warmup_steps=0", "checkpoint.save_every_steps=0")
@@ -698,6 +717,7 @@ def test_mesh_that_does_not_fit_the_devices(place, tmp_path):
 # Several processes.
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(place, straight):
     workdir = place / "processes"
     command_line = [sys.executable, "-m", "jaxtrain.main", f"--config={place}/tiny.py", f"--workdir={workdir}"]

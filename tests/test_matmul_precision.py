@@ -77,6 +77,7 @@ def test_one_row_or_column_does_not_touch_another():
     np.testing.assert_array_equal(after[keep], before[keep])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_scales_of_gradients_move_no_rounding(equation):
     """A part of a sum, as a device has it, adds the same whether or not the other part is 2^16 times as large."""
@@ -204,6 +205,7 @@ def test_with_bfloat16_activations_meshes_differ_as_little_as_rounding_makes_the
     assert max(spread.values()) < 1e-3
 
 
+@pytest.mark.slow
 def test_row_parallel_outliers_reach_all_devices():
     """To the bit: the scale of a token is that of the largest entry on all devices of `tensor`, in ring steps too."""
     rng, results = np.random.default_rng(0), []
@@ -224,6 +226,7 @@ def test_row_parallel_outliers_reach_all_devices():
         np.testing.assert_allclose(found, results[0], rtol=0, atol=1e-6 * np.abs(exact).max(-1, keepdims=True).max())
 
 
+@pytest.mark.slow
 def test_training_stays_beside_bfloat16_on_one_device_and_on_many():
     """Stated bound: each gradient within a quarter of its length, the loss within 4% over 8 steps of AdamW."""
     runs = []
@@ -250,6 +253,7 @@ def test_what_cannot_be_honoured_is_refused():
         program(config(precision__products="fp8"))
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_on_gpus():

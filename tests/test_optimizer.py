@@ -76,6 +76,7 @@ def test_only_matrices_decay_whatever_their_rank():
         assert np.all(np.asarray(update) == (0.5 if decays else 0.0))
 
 
+@pytest.mark.slow
 def test_muon_orthogonalizes_each_layer_as_one_matrix():
     """[L, D, N, H] is L matrices of D x NH; tables, head and scales go to Adam."""
     c = config(optimizer__name="muon")
@@ -140,6 +141,7 @@ def test_adafactor_is_that_of_the_paper():
         np.testing.assert_allclose(np.asarray(got["w"]["kernel"]).reshape(wanted.shape), wanted, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adafactor_never_factors_vectors():
     """Scales and biases of 200 layers have two dimensions and more; each layer's is clipped by itself."""
     dims = {"norm": {"scale": ("layers", "vector")}, "query": {"bias": ("layers", "heads", "head_dim")}}
@@ -174,6 +176,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 def test_adafactor_does_not_depend_on_the_mesh():
     """Updates and statistics of a mixture of experts whose matrices are split along every dimension that can be."""
     experts = EXPERTS | dict(model__dense_first_layers=0, model__num_layers=2, optimizer__name="adafactor")

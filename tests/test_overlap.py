@@ -51,6 +51,7 @@ def test_deterministic_operations_are_asked_for():
     assert [text for text in problems(config) if text.startswith("runtime.deterministic: needs runtime.compile_cache_dir")]
 
 
+@pytest.mark.slow
 @pytest.mark.plan
 def test_scatters_are_deterministic_where_asked():
     """A sum into rows that repeat: with atomics, in any order; or sorted first."""
@@ -69,6 +70,7 @@ def test_options_of_some_versions_are_known_to_this_one():
     assert all(overlap._known(name, value) for name, value in compat.kernel_cache("/x").items())
 
 
+@pytest.mark.slow
 def test_all_programs_of_the_model_get_the_options(monkeypatch):
     monkeypatch.setattr(overlap, "compiler_options", lambda *_: {"xla_no_such_option": True})
     config = default_config()

@@ -82,6 +82,7 @@ def traits(c):
     )
 
 
+@pytest.mark.slow
 def test_any_valid_config_becomes_a_small_valid_one_of_the_same_traits():
     pick, tried, seen = random.Random(0), 0, {}
     while tried < 200:
@@ -176,6 +177,7 @@ def verdict(capsys):
     return last.partition("): ")[2].split(", ")
 
 
+@pytest.mark.slow
 def test_a_layout_equals_one_device(monkeypatch, path, capsys):
     assert run(monkeypatch, path, True) == 0
     out = capsys.readouterr().out
@@ -187,6 +189,7 @@ def test_a_layout_equals_one_device(monkeypatch, path, capsys):
     assert len(set(trajectory)) == 5 and max(trajectory) / min(trajectory) > 1.001  # something was learned: it can differ
 
 
+@pytest.mark.slow
 def test_a_dropped_reduction(monkeypatch, path, capsys):
     from jaxtrain.parallel import parameters as weights
 
@@ -196,6 +199,7 @@ def test_a_dropped_reduction(monkeypatch, path, capsys):
     assert set(verdict(capsys)) == set(reference(path).gradients)  # every gradient, but not the loss
 
 
+@pytest.mark.slow
 def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
     """Those of norm scales, and of no matrix."""
     monkeypatch.setattr(ParameterSpec, "reduce_vector_gradient", lambda self, gradient: gradient)
@@ -203,6 +207,7 @@ def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
     assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.endswith("scale")}
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, capsys):
     """The first block's, which no next block follows: attention's alone."""
     from jaxtrain.parallel.layer_stack import LayerStack
@@ -219,6 +224,7 @@ def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, cap
     assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.startswith("blocks.attention")}
 
 
+@pytest.mark.slow
 def test_a_doubled_gradient(monkeypatch, path, capsys):
     reduce = ParameterSpec.reduce_gradient
     twice = ("embed", "vocab")
@@ -231,12 +237,14 @@ def test_a_doubled_gradient(monkeypatch, path, capsys):
     assert verdict(capsys) == ["head.kernel"]
 
 
+@pytest.mark.slow
 def test_a_wrong_axis_in_one_rule(monkeypatch, path, capsys):
     monkeypatch.setitem(sharding.WEIGHT_RULES, "mlp", ("data",))
     assert run(monkeypatch, path, False) == 1
     assert {"loss", "blocks.mlp.gate.kernel", "blocks.mlp.up.kernel", "blocks.mlp.down.kernel"} <= set(verdict(capsys))
 
 
+@pytest.mark.slow
 def test_key_value_heads_mixed_up(monkeypatch, path, capsys):
     own = ParameterSpec._own_heads
 

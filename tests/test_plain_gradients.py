@@ -38,6 +38,7 @@ def families():
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", families())
 def test_gradients_are_those_of_a_plain_model(name):
     c = tiny_preset(name)

@@ -41,12 +41,14 @@ def names(plan) -> set[str]:
     return {flag.name for flag in plan.communication.flags}
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_nothing_is_flagged_that_the_program_means():
     found = small()
     assert names(found) <= {"synchronous collective", "dense attention mask", "tiny collective in a loop"}
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_float32_gathers_are_flagged(monkeypatch):
     def late_cast(self, parameter):
@@ -65,6 +67,7 @@ def test_float32_gathers_are_flagged(monkeypatch):
     assert "more traffic than expected" in names(found)
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_a_gathered_embedding_is_flagged(monkeypatch):
     """The table gathered before the lookup, instead of the rows after it."""

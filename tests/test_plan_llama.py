@@ -50,6 +50,7 @@ def check_state(compiled, rows):
     assert rows["batch"] == size(batch)
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("changes", [*STAGES, *POLICIES, TENSOR])
 def test_rows_add_up_to_xlas_peak(changes):
@@ -57,6 +58,7 @@ def test_rows_add_up_to_xlas_peak(changes):
     check_state(compiled(*changes), plan(*changes).ledger.rows)
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_gpt2_on_one_gpu_adds_up_too():
     check_sums(compiled(*GPT2_CHANGES, **GPT2), plan(*GPT2_CHANGES, **GPT2).ledger)
@@ -157,6 +159,7 @@ def test_policies_trade_memory_for_recomputed_flops():
     assert recomputed[0] == pytest.approx(layers * (gate_up + qkv + out + attention), rel=0.04)
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_offloaded_activations_are_on_the_host():
     changes = ("memory.remat=dots", "memory.offload=mlp_hidden,")
@@ -176,6 +179,7 @@ def test_rows_follow_the_stage():
     assert rows[3]["gathered"] > 0.2 * GIB
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_what_is_on_the_host_is_apart():
     changes = ("memory.offload=master,moments",)
@@ -195,6 +199,7 @@ def test_large_buffers_have_a_source_or_a_weight():
             assert piece.row != "other", piece
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize(
     "changes",

@@ -52,6 +52,7 @@ def test_every_row_has_a_title():
     assert len(set(memory.ROWS.values())) == len(memory.ROWS)
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("offload", [(), pytest.param(("memory.offload=master,moments",), marks=pytest.mark.slow)])
 def test_the_moving_average_has_its_row(offload):

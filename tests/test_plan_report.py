@@ -31,6 +31,7 @@ def shown(plan, found=()) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_report():
@@ -110,6 +111,7 @@ def test_everything_drawn_has_a_color():
     assert {name for name in classes if not re.search(rf"\.{name}\b[ ,]", style) and not name.endswith(ends)} == set()
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_advice_compiles_what_it_says():
@@ -123,6 +125,7 @@ def test_advice_compiles_what_it_says():
     assert advice.alternatives(tight, before, limit_s=0) == ()
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_command_writes_files(tmp_path, capsys):
@@ -132,6 +135,7 @@ def test_command_writes_files(tmp_path, capsys):
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_compare(capsys):
@@ -155,6 +159,7 @@ def test_what_cannot_be_compared_is_refused():
             compare.values_of(text)
 
 
+@pytest.mark.slow
 def test_without_the_plugin():
     """On the eight fake CPU devices of the tests."""
     small = tiny.config(mesh__fsdp=4, mesh__tensor=2, optimizer__name="adamw")

@@ -124,6 +124,7 @@ def assert_equal(got, wanted, tolerance=1e-5):
 RING = dict(context_method="ring")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "placement", "backend"),
     [
@@ -144,6 +145,7 @@ def test_equal_to_dense_attention(ways, placement, backend):
             assert_equal(run(layout, inputs(), documents(ends)), dense(*inputs(), documents(ends)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [2, 8])
 def test_without_causal_order(ways):
     layout = layout_of((("sequence", ways),), **RING)
@@ -158,6 +160,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS)
 def test_heads_exchanged_for_positions(name):
     sharding = dict(GROUPS[name])
@@ -168,6 +171,7 @@ def test_heads_exchanged_for_positions(name):
     assert_equal(run(layout, arrays, documents(), 11), dense(*arrays, documents(), 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
 def test_keys_and_values_gathered(placement):
     """Also where layers with and without a window compute different blocks: their lists differ, though not always in length."""
@@ -179,6 +183,7 @@ def test_keys_and_values_gathered(placement):
                 assert_equal(got, dense(*inputs(), segments, its))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses and ring", "copied heads"])
 def test_sinks(name):
     """Each head's sink is counted once, whoever has a query's keys or, after an exchange, its head."""
@@ -234,6 +239,7 @@ def test_large_scores_do_not_overflow():
         assert np.abs(a - b).max() < 2e-4 * np.abs(b).max()
 
 
+@pytest.mark.slow
 def test_error_in_bfloat16_does_not_grow_with_the_ring():
     """C07: of output and gradients, against float64 of the same rounded inputs."""
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in inputs()]
@@ -266,6 +272,7 @@ def test_zigzag_order():
     assert layout_of((("sequence", 4),), context_method="ulysses", kv_heads=4).context.order(16).tolist() == list(range(16))
 
 
+@pytest.mark.slow
 def test_logits_and_evaluation_are_those_of_the_row():
     """Batches go into zig-zag order and logits come out of it; positions are learned here, so the order matters."""
     found = []

@@ -113,6 +113,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 def test_starts_as_configured_and_twice_is_harmless(tmp_path):
     result = python(
         f"""
@@ -161,6 +162,7 @@ def test_gpu_wishes_that_cannot_be_met(monkeypatch):
     refuse(UserError, "already runs on cpu in this process", platform="gpu")
 
 
+@pytest.mark.slow
 def test_gpu_that_does_not_start_is_one_message(tmp_path):
     plugin = tmp_path / "jax_plugins" / "broken" / "__init__.py"
     plugin.parent.mkdir(parents=True)
@@ -182,6 +184,7 @@ def test_gpu_that_does_not_start_is_one_message(tmp_path):
     assert (result.returncode, result.stdout) == (0, "") and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_warns_once_of_a_gpu_that_jax_cannot_use(tmp_path):
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho NVIDIA Test\necho NVIDIA Test\n")
@@ -193,6 +196,7 @@ def test_warns_once_of_a_gpu_that_jax_cannot_use(tmp_path):
     assert warning not in python(code, "--config.runtime.fake_devices=2", PATH=path).stderr  # the CPU was asked for
 
 
+@pytest.mark.slow
 @pytest.mark.plan
 def test_the_cuda_plugin_knows_the_time_limits():
     """It reads XLA_FLAGS itself when it first compiles, and ends the process at a flag that it does not know."""
@@ -295,6 +299,7 @@ def test_unwritable_compile_cache_is_refused(tmp_path):
         startup.initialize(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_missing_processes_are_a_message_after_the_time_limit(index):
     code = """
@@ -349,6 +354,7 @@ def launch(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False)
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_a_sum(tmp_path):
     script = tmp_path / "psum.py"
     script.write_text(PSUM)

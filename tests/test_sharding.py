@@ -75,6 +75,7 @@ def test_gradient_taken_per_device(mesh, dim, matrix, stage):
     assert value == 9 * 140 and grad.tolist() == [840 / 4] * 4
 
 
+@pytest.mark.slow
 def test_the_compiler_has_nothing_to_complain_about(capfd):
     """No involuntary rematerialization or resharding, which XLA only warns of."""
     p = program(config(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, optimizer__name="adamw", optimizer__clip_norm=1.0))

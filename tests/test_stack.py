@@ -215,6 +215,7 @@ def test_weights_are_not_kept_with_the_activations(policy, mesh):
     assert gathered is None and (of_last_block is None) == (mesh == "one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_models_own_blocks_keep_no_weights(policy):
     record, original = [], layer_loop._forward_with_residuals

@@ -166,14 +166,17 @@ def test_every_module_has_a_floor():
     assert not unknown, "give them a floor in FLOORS"
 
 
+@pytest.mark.slow
 def test_imports_run_downward():
     assert upward(imports(sources())) == []
 
 
+@pytest.mark.slow
 def test_no_import_cycles():
     assert cycle(imports(sources())) == []
 
 
+@pytest.mark.slow
 def test_partition_specs_have_one_home():
     assert partition_specs(sources()) == []
 
@@ -215,11 +218,13 @@ def functions(modules: dict[str, str]):
                 yield f"{name}.{node.name}", text, [a.arg for a in arguments if a.arg not in ("self", "cls")]
 
 
+@pytest.mark.slow
 def test_functions_are_short():
     counts = {name: code_lines(text) for name, text, _ in functions(sources())}
     assert not {name: count for name, count in counts.items() if count > MAX_CODE_LINES_OF_A_FUNCTION}, "split them"
 
 
+@pytest.mark.slow
 def test_functions_have_few_parameters():
     counts = {name: len(found) for name, _, found in functions(sources()) if name not in MANY_PARAMETERS}
     assert not {name: count for name, count in counts.items() if count > MAX_PARAMETERS}, "make a record of some"

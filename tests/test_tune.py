@@ -43,6 +43,7 @@ def by_formula(candidate, topology=H100):
     return candidate.bytes + candidate.estimated - topology.gpu.memory_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "topology"), [("llama3_8b", H100), ("llama3_70b", MANY)])
 def test_layouts(preset, topology):
     started = time.monotonic()
@@ -61,6 +62,7 @@ def test_axes_inside_a_node_divide_it():
     assert {s["mesh.tensor"] for s in found} == {1, 2} and {s["mesh.fsdp"] for s in found} == {1, 2, 4, 8}
 
 
+@pytest.mark.slow
 def test_rows_are_split_where_they_are_long():
     long = layouts("data.seq_len_tokens=65536", "data.global_batch_rows=16")
     assert {(c.settings["mesh.sequence"], c.settings["mesh.tensor"]) for c in long} >= {(1, 8), (2, 4), (4, 2), (8, 1)}
@@ -103,6 +105,7 @@ def test_what_is_recomputed():
     assert candidates.recomputed(config("memory.remat_every_blocks=4")) == (whole / 4, 0.25)
 
 
+@pytest.mark.slow
 def test_offload_is_for_what_does_not_fit_without():
     found = candidates.offloaded(config(), H100, layouts(), by_formula)
     assert found and all(fits(c, H100) for c in found)
@@ -117,11 +120,13 @@ def test_offload_is_for_what_does_not_fit_without():
     assert {c.seconds for c in candidates.offloaded(config(), H100, layouts(), by_formula, limit)} == {limit}
 
 
+@pytest.mark.slow
 def test_a_config_with_names_to_keep_is_searched():
     named = layouts("memory.remat=names", "memory.keep=qkv,")
     assert [c.settings for c in named] == [c.settings for c in layouts()]
 
 
+@pytest.mark.slow
 def test_only_what_fits_is_proposed_and_results_are_kept(tmp_path, monkeypatch):
     calls = []
 
@@ -145,6 +150,7 @@ def test_only_what_fits_is_proposed_and_results_are_kept(tmp_path, monkeypatch):
     assert search.search(config(), H100, tmp_path / "other", limit_s=-1) == [], "no time, nothing compiled"
 
 
+@pytest.mark.slow
 def test_what_is_slower_by_formula_is_not_compiled(tmp_path, monkeypatch):
     tried = []
 
@@ -255,6 +261,7 @@ def test_layouts_closer_than_the_error_band_are_said():
     assert search.alike(found, 0.2) == [2, 3] and search.alike(found, 0.04) == [] and search.alike([], 0.2) == []
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search, "_compiled", lambda config, topology, candidate: result(candidate))
