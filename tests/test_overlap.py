@@ -11,6 +11,7 @@ from jaxtrain.hardware import gpus as hardware
 from jaxtrain.parallel import mesh, overlap
 from jaxtrain.plan import compile
 from jaxtrain.runtime import compat
+from jaxtrain.train import scoring
 from jaxtrain.train.program import build_program
 
 
@@ -82,6 +83,17 @@ def test_all_programs_of_the_model_get_the_options(monkeypatch):
     for function in (program.eval_step, program.logits):  # of the step, plans compiled for GPUs tell
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             function.lower(state.params, rows).compile()
+
+
+def test_scoring_works_with_options(monkeypatch):
+    """JAX takes the options of an outermost program alone; on CPUs there are none."""
+    monkeypatch.setattr(overlap, "compiler_options", lambda *_: {"xla_backend_optimization_level": 0})
+    config = default_config()
+    config.model.update(num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8)
+    config.data.update(seq_len_tokens=8, global_batch_rows=1)
+    program = build_program(config, mesh.build(config, jax.devices()[:1]))
+    [(likelihood, _)] = scoring.score(program, program.init(0).params, [([1, 2], [3, 4])])
+    assert -50 < likelihood < 0
 
 
 def test_flags_of_the_user_win_and_are_reported(monkeypatch, caplog):

@@ -5,9 +5,9 @@ What a flag cannot say is in the program itself: which weights are gathered a bl
 `parallel.layer_loop`) and products in ring steps (`overlap.collective_matmul`, see `parallel.collective_matmul`).
 The rest is XLA's latency-hiding scheduler: it moves the start of a collective up and its end down, as far as its limits let it.
 
-The flags go to the compiler with each program of the model (`compiler_options`), so the plan of a step and its run have the
-same ones. Flags that the user has set in XLA_FLAGS win and are reported; flags that this jax does not know are left out with a
-note.
+The flags go to the compiler with the step, evaluation, gradients and logits (`compiler_options`), so the plan of a step and its
+run have the same ones. Flags that the user has set in XLA_FLAGS win and are reported; flags that this jax does not know are
+left out with a note.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,15 +51,14 @@ def _batch(program, params, pairs, rows, length):
         wanted[row, size - len(after) : size] = True
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape) * segments
     batch = Batch(positions, segments, targets, tokens)
-    sums, greedy = map(np.asarray, _scores(program, params, batch, wanted))
+    sums, greedy = map(np.asarray, _scores(program.logits(params, batch), targets, wanted))
     return [(float(sums[row]), bool(greedy[row])) for row in range(len(pairs))]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _scores(program, params, batch, wanted):
-    logits = program.logits(params, batch)
-    there = jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+@jax.jit
+def _scores(logits, targets, wanted):  # a program of its own: one with compiler options cannot be part of another
+    there = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return (
         jnp.sum(jnp.where(wanted, there - jax.nn.logsumexp(logits, -1), 0.0), -1),
-        jnp.all((jnp.argmax(logits, -1) == batch.targets) | ~wanted, -1),
+        jnp.all((jnp.argmax(logits, -1) == targets) | ~wanted, -1),
     )
