@@ -125,7 +125,7 @@ def writable(flag: str, text: str) -> pathlib.Path:
         made = not path.exists()
         path.open("ab").close()
         if made:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process of the run may have been first
     except IsADirectoryError:
         raise ConfigError([f"{flag}={text}: is a folder; name a file"]) from None
     except OSError as error:

@@ -40,7 +40,10 @@ def main(arguments: Sequence[str]) -> None:
     output = writable("--json", args.json) if args.json else None
     found = evaluate(args.workdir or args.hf, overrides, args.step, args.ema)
     if output:
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            output.write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--json={args.json}: cannot be written: {error.strerror}") from error
 
 
 def evaluate(

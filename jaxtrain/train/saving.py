@@ -112,12 +112,13 @@ class Keeper:
             step = int(state.step)
             if pending:
                 self.finished(pending[0], int(pending[1]["skipped_in_row"]))
-            skipped = self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True)
-            self.judge(step, skipped or sound(state.params))
+            if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
+                return
+            self.judge(step, sound(state.params))
         except Exception:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
-        if skipped or self._first_bad:
+        if self._first_bad:
             return
         try:
             self.save(step, state, {})

@@ -40,9 +40,12 @@ class Process:
         self.process = subprocess.Popen(command, env=os.environ | variables)
         return self.process.wait()
 
-    def stop(self) -> None:
-        """Makes all processes of the run save the same step and end."""
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self) -> bool:
+        """Makes all processes of the run save the same step and end; False: this one has not begun."""
+        process = getattr(self, "process", None)
+        if process:
+            process.send_signal(signal.SIGTERM)
+        return process is not None
 
 
 def train(nodes: int, resources: dict[str, float], arguments: list[str], stopped: list[int]) -> int:
@@ -63,8 +66,7 @@ def train(nodes: int, resources: dict[str, float], arguments: list[str], stopped
         told = False
         while ray.wait(running, num_returns=nodes, timeout=1)[1]:
             if stopped and not told:
-                processes[0].stop.remote()
-                told = True
+                told = ray.get(processes[0].stop.remote())
         return next(filter(None, ray.get(running)), 0)
     except ray.exceptions.RayActorError as error:  # a node is gone
         print(f"ray_job: {error}", file=sys.stderr)
