@@ -60,8 +60,8 @@ def full(*_):
     raise OSError(28, "No space left on device")
 arrays.start_save = full"""
 OWN_DISK = """import pathlib
-from jaxtrain.checkpoint import lock
-lock.SEEN_WITHIN_S = 2
+from jaxtrain.runtime import shared_folder
+shared_folder.SEEN_WITHIN_S = 2
 resolve = pathlib.Path.resolve
 pathlib.Path.resolve = lambda path: resolve(path.parent / "run" if path.name == "own" else path)"""
 KEYS = """import logging

@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import cluster, compat, control, machine, startup
+from jaxtrain.runtime import cluster, compat, control, machine, shared_folder, startup
 from jaxtrain.train import loop
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -236,13 +236,15 @@ def test_programs_are_kept_in_the_workdir_unless_jax_has_a_folder(compile_cache)
     startup._use_compile_cache("auto", compile_cache / "run")
     folder = compile_cache / "run" / "compile_cache" / machine.kernels_version()
     assert jax.config.jax_compilation_cache_dir == str(folder) and f"jaxlib-{jaxlib.__version__}" in str(folder)
+    startup._use_compile_cache("auto", compile_cache / "another")  # a second run of this process
+    assert jax.config.jax_compilation_cache_dir == str(compile_cache / "another" / "compile_cache" / folder.name)
 
 
 def test_processes_that_tune_together_share_the_cache(compile_cache, monkeypatch):
     """On GPUs; one host has a folder of its own."""
     monkeypatch.setattr(startup, "_on_cpu", lambda: False)
     monkeypatch.setattr(machine, "cuda_plugin", lambda: "jax-cuda12-plugin 1")
-    monkeypatch.setattr(startup, "SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.1)
     folder = str(compile_cache / "own")
     startup._use_compile_cache(folder, None)
 
@@ -250,13 +252,42 @@ def test_processes_that_tune_together_share_the_cache(compile_cache, monkeypatch
         processes, hosts = types.SimpleNamespace(index=1), ["a", "b"]
 
         def exchange(self, what, value):
-            return [".seen.0", value] if isinstance(value, str) else [True, value]
+            return ["0", value] if isinstance(value, str) else [True, value]
 
     monkeypatch.setattr(control, "current", Others())
     with pytest.raises(ConfigError, match=rf"compile_cache_dir={folder}: process 1 \(b\) does not see"):
         startup._use_compile_cache(folder, None)
     (pathlib.Path(folder) / machine.kernels_version() / ".seen.0").touch()
     startup._use_compile_cache(folder, None)
+    jax.config.update("jax_compilation_cache_dir", None)
+    with pytest.raises(ConfigError, match=r"compile_cache_dir: process 1 \(b\) keeps no compiled programs"):
+        startup._use_compile_cache("", None)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    with pytest.raises(ConfigError, match=rf"JAX_COMPILATION_CACHE_DIR={folder}: process 1 \(b\) does not see"):
+        startup._use_compile_cache("auto", compile_cache / "run")
+
+
+@pytest.mark.parametrize("late_s", [None, 0.3])
+def test_processes_must_see_what_the_first_writes(tmp_path, monkeypatch, late_s):
+    """In a folder of its own at the same path it is not there; on a network file system it may appear late."""
+    monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 1)
+    monkeypatch.setattr(control, "current", types.SimpleNamespace(processes=types.SimpleNamespace(index=1), hosts=["a", "b"]))
+    monkeypatch.setattr(control, "gather", lambda value: ["0" if isinstance(value, str) else True, value])
+    if late_s:
+        threading.Timer(late_s, (tmp_path / ".seen.0").touch).start()
+        return shared_folder.require(tmp_path, "--workdir=x", "share it")
+    with pytest.raises(ConfigError, match=r"--workdir=x: process 1 \(b\) does not see what process 0 \(a\) writes.*share it"):
+        shared_folder.require(tmp_path, "--workdir=x", "share it")
+
+
+def test_a_shared_folder_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "current", types.SimpleNamespace(processes=types.SimpleNamespace(index=0), hosts=["a", "b"]))
+    monkeypatch.setattr(control, "gather", lambda value: [value, True])
+    shared_folder.require(tmp_path, "--workdir=x", "share it")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--workdir=x: cannot be written \(Not a directory\)"):
+        shared_folder.require(tmp_path / "file" / "below", "--workdir=x", "share it")
 
 
 def test_damaged_entries_of_the_compile_cache_are_replaced(compile_cache, caplog):
@@ -449,11 +480,12 @@ def test_a_step_that_does_not_end_ends_the_run(monkeypatch, capsys):
     told = []
     monkeypatch.setattr(control, "end", lambda code: (told.append(code), ended.set()))
     monkeypatch.setattr(control, "fail", told.append)
-    with control.within(0.1, "step 3 has not ended"):
+    with control.within(0.1, "step 3"):
         assert ended.wait(20)
-    assert told == ["step 3 has not ended", 1] and "error: step 3 has not ended" in capsys.readouterr().err
+    text = "step 3 has not ended after 0.1 s (runtime.collective_timeout_s)"
+    assert told == [text, 1] and f"error: {text}" in capsys.readouterr().err
     ended.clear()
-    with control.within(0.2, "step 4 has not ended"):
+    with control.within(0.2, "step 4"):
         pass
     assert not ended.wait(0.5) and len(told) == 2
     config = default_config()
@@ -464,4 +496,4 @@ def test_a_step_that_does_not_end_ends_the_run(monkeypatch, capsys):
     session.data_metrics, session.writer = mock.Mock(), mock.Mock()
     with pytest.raises(KeyError):  # metrics end here
         loop._Session._finish(session, 3, {"loss": 1.0}, None)
-    assert limits == [(30, "step 3 has not ended after 30 s (runtime.collective_timeout_s)")]
+    assert limits == [(30, "step 3")]

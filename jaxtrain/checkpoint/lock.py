@@ -5,8 +5,7 @@ anew every BEAT_S seconds, and it goes when the run ends, unless that is killed.
 the holder's own machine as soon as no process has the holder's id and start time; elsewhere when the time stamp has stood still
 for DEAD_AFTER_S seconds of the file server's clock. Nothing else is asked of the file system, so it works on network file
 systems as far as exclusive creation (NFS from version 3, Lustre, GPFS) and time stamps hold there. A holder that was silent for
-so long and wakes up finds out before its next save. The lock also shows the other processes of a run that they have the same
-folder, and not one of their own at the same path. No jax here: what is wrong is said before devices start.
+so long and wakes up finds out before its next save. No jax here: a second run is refused before devices start.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ import time
 import uuid
 from typing import Any
 
-from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import control
 
 FILE = "run.lock"
 BEAT_S = 10.0
 DEAD_AFTER_S = 60.0
-SEEN_WITHIN_S = 60.0  # a client of NFS may take a name for absent for so long after another made it (acdirmax of nfs(5))
 _log = logging.getLogger(__name__)
 
 
@@ -95,19 +91,6 @@ class WorkdirLock:
                     f"run gave no sign of life for {DEAD_AFTER_S:.0f} s. This run ends and writes nothing more"
                 )
 
-    def require_shared(self) -> None:
-        """Raises ConfigError on all processes if any does not see process 0's lock: each saves its part of checkpoints here."""
-        token, end = control.gather(self._me["token"])[0], time.monotonic() + SEEN_WITHIN_S
-        while not (seen := self._token() == token) and time.monotonic() < end:
-            time.sleep(0.5)
-        if blind := [number for number, sees in enumerate(control.gather(seen)) if not sees]:
-            first = f"process 0 ({control.host_of(0)})"
-            raise ConfigError(
-                f"--workdir={self._workdir}: process {number} ({control.host_of(number)}) does not see the {FILE} of {first}: "
-                "each host has a folder of its own; put it on storage that all hosts share"
-                for number in blind
-            )
-
     def _create(self) -> bool:
         """Makes the lock's file, unless there is one."""
         try:
@@ -123,11 +106,8 @@ class WorkdirLock:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _token(self) -> str | None:
-        return (_read(self._path)[0] or {}).get("token")
-
     def _is_mine(self) -> bool:
-        return self._token() == self._me["token"]
+        return (_read(self._path)[0] or {}).get("token") == self._me["token"]
 
     def _replace_dead(self, holder: dict[str, Any], stamp: float) -> bool:
         """Takes the lock over if its holder is dead; False: look again. Raises UserError if the holder is alive."""

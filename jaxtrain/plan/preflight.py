@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from jaxtrain.config.validate import require_valid
 from jaxtrain.errors import UserError
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.plan.predict import closed_form
@@ -25,6 +26,7 @@ def expected(config: ml_collections.ConfigDict, devices: int) -> str:
 
 def pinned_bytes(config: ml_collections.ConfigDict, devices: int) -> int:
     """Bytes of pinned host memory that one of so many devices needs for what `memory.offload` names, by formula."""
+    require_valid(config, devices)  # here it is the first to know their number
     return sum(closed_form.closed_form(config, devices).host.values())
 
 

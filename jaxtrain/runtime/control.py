@@ -129,10 +129,10 @@ def await_verdict(error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def within(seconds: float, text: str) -> Iterator[None]:
-    """Ends all processes of a run, with a reason, when what it surrounds takes longer: nobody else sees a collective that hangs
-    inside a GPU."""
-    done = threading.Event()
+def within(seconds: float, what: str) -> Iterator[None]:
+    """Ends all processes of a run, with a reason, when what it surrounds takes longer than runtime.collective_timeout_s: nobody
+    else sees a collective that hangs inside a GPU. `what`: for the message."""
+    done, text = threading.Event(), f"{what} has not ended after {seconds} s (runtime.collective_timeout_s)"
 
     def watch() -> None:
         for _ in range(PARTS):  # while this process is suspended, no more than one passes

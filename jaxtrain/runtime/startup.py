@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,12 @@ import jax
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine, pinned_memory
+from jaxtrain.runtime import chatter, compat, control, joining, local_devices, machine, pinned_memory, shared_folder
 from jaxtrain.runtime.cluster import Processes, not_a_task
 
 log = logging.getLogger("jaxtrain.runtime")
 AUTO = "auto"
-SEEN_WITHIN_S = 15  # network file systems show new files late
+_kept: set[str] = set()  # folders of compiled programs that this module has named to jax
 
 
 def initialize(config, workdir: pathlib.Path | None = None, pinned_bytes: Callable[[Any, int], int] | None = None) -> None:
@@ -45,9 +44,9 @@ def initialize(config, workdir: pathlib.Path | None = None, pinned_bytes: Callab
         _set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir, workdir)
     gpus = None if started else local_devices.choose(settings, _on_cpu())
-    offloads = pinned_bytes and config.memory.offload and not _on_cpu() and machine.cuda_plugin()
+    offloads = pinned_bytes and config.memory.offload  # alike in all processes, which tell each other what they need
     if offloads and not started:
-        _reserve_pinned(config, len(gpus or ()), pinned_bytes)
+        _reserve_pinned(config, 0 if _on_cpu() or not machine.cuda_plugin() else len(gpus or ()), pinned_bytes)
     if processes.count > 1:
         _connect(processes, gpus)
     elif not started and not _on_cpu() and local_devices.asked_for(settings):
@@ -112,45 +111,40 @@ def _set_time_limits(seconds: int) -> None:
 
 
 def _use_compile_cache(folder: str, workdir: pathlib.Path | None) -> None:
-    """Versions have folders of their own: XLA takes the autotuner's results from a folder whatever version wrote them.
-
-    On GPUs processes tune together. One that has the program from its own cache would leave the others waiting for its part.
-    """
+    """Versions have folders of their own: XLA takes the autotuner's results from a folder whatever version wrote them."""
+    given = jax.config.values["jax_compilation_cache_dir"] or ""
     if folder == AUTO:
-        own = workdir and not jax.config.values["jax_compilation_cache_dir"]  # else the user told jax where
+        own = workdir and (not given or given in _kept)  # else the user told jax where
         folder = str(workdir / "compile_cache") if own else ""
     if not folder:
-        return
-    path = pathlib.Path(folder).expanduser().absolute() / machine.kernels_version()
+        local = given and "://" not in given
+        return _require_shared_cache(f"JAX_COMPILATION_CACHE_DIR={given}", pathlib.Path(given) if local else None)
+    setting, path = (
+        f"runtime.compile_cache_dir={folder}",
+        pathlib.Path(folder).expanduser().absolute() / machine.kernels_version(),
+    )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"runtime.compile_cache_dir={folder}: cannot be made: {error.strerror}: {error.filename}") from error
+        raise UserError(f"{setting}: cannot be made: {error.strerror}: {error.filename}") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"runtime.compile_cache_dir={folder}: not writable by this user")
-    if blind := _without(path) if machine.cuda_plugin() and not _on_cpu() else []:
-        raise ConfigError(
-            f"runtime.compile_cache_dir={folder}: process {number} ({control.host_of(number)}) does not see what process 0 "
-            "writes there; take a folder that all hosts share, or an empty name for none"
-            for number in blind
-        )
+        raise UserError(f"{setting}: not writable by this user")
+    _require_shared_cache(setting, path)
     compat.use_compile_cache(path)
+    _kept.add(str(path))
 
 
-def _without(folder: pathlib.Path) -> list[int]:
-    """The processes that do not see a file that process 0 makes in a folder. Every process calls it."""
-    index = control.current.processes.index if control.current else 0
-    name = control.gather(f".seen.{os.getpid()}.{time.time_ns()}")[0]
-    if index == 0:
-        (folder / name).touch()
-    control.meet()
-    end = time.monotonic() + SEEN_WITHIN_S
-    while not (seen := (folder / name).exists()) and time.monotonic() < end:
-        time.sleep(0.5)
-    blind = [number for number, sees in enumerate(control.gather(seen)) if not sees]
-    if index == 0:
-        (folder / name).unlink()
-    return blind
+def _require_shared_cache(setting: str, folder: pathlib.Path | None) -> None:
+    """On GPUs processes tune together: one that has the program from a cache of its own would leave the others waiting."""
+    keeps = control.gather(folder is not None and bool(machine.cuda_plugin()) and not _on_cpu())
+    if all(keeps):
+        shared_folder.require(folder, setting, "take a folder that all hosts share, or an empty name for none")
+    elif any(keeps):
+        odd = f"process {keeps.index(False)} ({control.host_of(keeps.index(False))})"
+        cure = "give all processes the same setting and variables"
+        raise ConfigError(
+            [f"runtime.compile_cache_dir: {odd} keeps no compiled programs, or has no GPUs, unlike others; {cure}"]
+        )
 
 
 def _on_cpu() -> bool:

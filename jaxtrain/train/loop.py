@@ -34,7 +34,7 @@ from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import control, joining, machine, startup, stop
+from jaxtrain.runtime import control, joining, machine, shared_folder, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
@@ -59,7 +59,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         control.at_end.append(lock.release)
         control.agree({"--workdir": str(workdir.resolve())})
         if config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes:
-            lock.require_shared()
+            shared_folder.require(workdir, f"--workdir={workdir}", "put it on storage that all hosts share")
         startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
@@ -196,8 +196,7 @@ class _Session:
 
     def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
         """Waits for a step's metrics, shows and writes them when due, and stops a run whose steps are all skipped."""
-        limit = self.config.runtime.collective_timeout_s
-        with control.within(limit, f"step {step} has not ended after {limit} s (runtime.collective_timeout_s)"):
+        with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
         metrics = {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
         self.throughput.finished()
