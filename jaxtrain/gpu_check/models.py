@@ -22,11 +22,12 @@ from jaxtrain.config import default_config, families
 from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, Row, Setup, equal, skipped, within
 from jaxtrain.hardware import flops, gpus
 from jaxtrain.hardware.rates import ERROR_BAND, RATES, Basis
+from jaxtrain.observe.progress import percent
 from jaxtrain.parallel import mesh
 from jaxtrain.parity import shrink
 from jaxtrain.plan import compile
 from jaxtrain.plan.study import study
-from jaxtrain.train.program import Program, build_program
+from jaxtrain.train.program import Program, build_program, random_batch
 
 GIB, LENGTH, STEPS_S, MOST_STEPS = 2**30, 4096, 5.0, 20
 MEMORY_BAND = 0.10  # by which the largest memory used may exceed the plan's
@@ -113,7 +114,7 @@ def measure(step: Step, setup: Setup) -> Iterator[Row]:
     began = time.monotonic()
     compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
     yield Row("compiling", time.monotonic() - began, "s")
-    batch, rate = program.put_batch(random_batch(config)), np.float32(1e-4)
+    batch, rate = program.put_batch(random_batch(program)), np.float32(1e-4)
     losses, sums = [], []
     for _ in range(2):
         state = None  # two of them at once would be the largest memory used
@@ -157,8 +158,8 @@ def _time(setup: Setup, step: Step, program: Program, took: float, planned: Mapp
     tokens = math.prod(program.batch_shape)
     note = f"{tokens / took:,.0f} tokens/s"
     if setup.gpu:
-        done = flops.step_flops(program.inventory, tokens, length)
-        note += f", MFU {100 * done / (took * len(setup.devices) * setup.gpu.bf16_flops):.1f}%"
+        per_token = flops.step_flops(program.inventory, tokens, length) / tokens
+        note += f", MFU {percent(flops.mfu(tokens / took, per_token, len(setup.devices), setup.gpu.bf16_flops))}"
     expected = planned.get("step_s")
     verdict = MEASURED if expected is None else OK if abs(took / expected - 1) <= ERROR_BAND else OFF
     return Row("step", 1e3 * took, "ms", expected=expected and 1e3 * expected, verdict=verdict, note=note)
@@ -168,14 +169,3 @@ def _time(setup: Setup, step: Step, program: Program, took: float, planned: Mapp
 def _sums(tree: Any) -> list[jax.Array]:
     """Of each array the sum of its bits as whole numbers: equal arrays have equal ones, however a device adds them."""
     return [jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in jax.tree.leaves(tree)]
-
-
-def random_batch(config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
-    """One document a row, int32 arrays [M, b, T]."""
-    count, length = config.train.accumulation_steps, config.data.seq_len_tokens
-    shape = count, config.data.global_batch_rows // count, length
-    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    targets = np.full_like(tokens, -1)
-    targets[..., :-1] = tokens[..., 1:]
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-    return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}

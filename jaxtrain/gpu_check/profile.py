@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
-from jaxtrain.gpu_check.models import Step, config_of, random_batch
+from jaxtrain.gpu_check.models import Step, config_of
 from jaxtrain.gpu_check.records import FAILED, Row, Setup, failed
 from jaxtrain.parallel import mesh
-from jaxtrain.train.program import build_program
+from jaxtrain.train.program import build_program, random_batch
 
 LARGEST = 12
 # Class of a kernel: the first whose pattern its name has. Names are those of kernels on GPUs, of operations on CPUs.
@@ -40,7 +40,7 @@ def check(step: Step, setup: Setup) -> Iterator[Row]:
     config = config_of(step, len(setup.devices), setup.small)
     program = build_program(config, mesh.build(config, setup.devices))
     compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
-    batch, rate = program.put_batch(random_batch(config)), np.float32(1e-4)
+    batch, rate = program.put_batch(random_batch(program)), np.float32(1e-4)
     state, _ = compiled(program.init(0), batch, rate)
     state, _ = jax.block_until_ready(compiled(state, batch, rate))
     with tempfile.TemporaryDirectory(prefix="jaxtrain_profile_") as folder:

@@ -48,7 +48,8 @@ def begin(platform: str, without_devices: bool, folder: pathlib.Path, left_s: fl
     config = default_config()
     config.runtime.update(platform=platform, fake_devices=FAKE_DEVICES if platform == "cpu" else 0)
     startup.initialize(config, folder)
-    devices = tuple(jax.local_devices()[:MOST_DEVICES])
+    devices = jax.local_devices()[:MOST_DEVICES]
+    devices = tuple(devices[: 1 << (len(devices).bit_length() - 1)])  # 1, 2, 4 or 8
     gpu = None if platform == "cpu" else gpus.find(devices[0].device_kind)
     found |= {"gpu": gpu.key if gpu else "", "count": len(devices)}
     return Setup(devices, platform == "cpu", gpu, folder, ends, found)
