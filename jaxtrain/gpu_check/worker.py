@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.errors import UserError
-from jaxtrain.gpu_check.records import HOST, Check, Setup
+from jaxtrain.gpu_check.records import HOST, Check, Setup, failed
 from jaxtrain.hardware import gpus
 from jaxtrain.runtime import machine, startup
 
@@ -75,6 +75,5 @@ def each(checks: Sequence[Check], setup: Setup, send: Callable[..., None]) -> No
                     send("rest not run", number, SPENT)
                     break
         except Exception as error:  # of the check itself: the others still say something
-            text = str(error).strip()
-            problem = f"broke off: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+            problem = f"broke off: {failed(check.name, error).note}"
         send("end", problem, setup.found)
