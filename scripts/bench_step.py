@@ -62,7 +62,7 @@ def measure(config, steps: int) -> dict[str, Any]:
     from jaxtrain.runtime import machine, startup
     from jaxtrain.train.loop import peak_memory_bytes
     from jaxtrain.train.optimizer import learning_rate
-    from jaxtrain.train.program import build_program
+    from jaxtrain.train.program import build_program, random_batch
 
     startup.initialize(config)
     program = build_program(config, mesh.build(config))
@@ -72,7 +72,7 @@ def measure(config, steps: int) -> dict[str, Any]:
     step = lowered.compile()
     compile_s = time.monotonic() - started
     state = program.init(config.train.seed)
-    batch = program.put_batch(random_batch(config, program.train_rows()))
+    batch = program.put_batch(random_batch(program))
 
     times, cpu_times, losses, to_first_step_s = [], [], [], 0.0
     load = os.getloadavg()[0]
@@ -115,17 +115,6 @@ def measure(config, steps: int) -> dict[str, Any]:
         "devices": machine.devices_summary(),
         "versions": machine.versions(),
     }
-
-
-def random_batch(config, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The given rows [M, b] of one global batch of random tokens, one document a row: int32 arrays [M, b, T]."""
-    length = config.data.seq_len_tokens
-    random = np.random.default_rng(0)
-    tokens = random.integers(config.model.vocab_size, size=(config.data.global_batch_rows, length), dtype=np.int32)[rows]
-    targets = np.full_like(tokens, -1)
-    targets[..., :-1] = tokens[..., 1:]
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
 
 
 def seconds_since_start() -> float:

@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> None:
     """The command. Exit code 0: nothing failed; 1: something did, one line each at the end; 2: wrong flags."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxtrain.gpu_check",
-        description="Checks numerics, measures rates, memory and steps on 1 to 8 GPUs of this machine, beside what plans say.",
+        description="Checks numerics, measures rates, memory and steps on 1, 2, 4 or 8 GPUs of this machine, beside plans.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -24,7 +24,6 @@ from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.predict.roofline import Links
 
-KINDS = {"permute": "collective-permute"}  # names in HLO that are not those of `rates.COLLECTIVES`
 LINK_RATES = ("nvlink", "collective_s", "nvlink_step_s", "nvlink_half_bytes")  # fitted together, where there are several GPUs
 
 
@@ -58,8 +57,7 @@ def fitted(found: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
     if (kernel := speeds("launches", "^kernel after kernel")) and (turn := speeds("launches", "^turn of a loop")):
         result["kernel_s"] = 1 / kernel[0]
         result["host_loop_s"] = max(1 / turn[0] - 2 * result["kernel_s"], 1e-9)  # without its body and its condition
-    known = {field.name for field in dataclasses.fields(hardware.Rates)}
-    return {name: value for name, value in (result | _links(work.get("collective_programs", {}), gpu)).items() if name in known}
+    return result | _links(work.get("collective_programs", {}), gpu)
 
 
 def _links(timed: Mapping[str, tuple[float, float]], gpu: Gpu) -> dict[str, float]:
@@ -68,22 +66,21 @@ def _links(timed: Mapping[str, tuple[float, float]], gpu: Gpu) -> dict[str, floa
     for name, (took, wire_bytes) in timed.items():
         kind, count = re.match(r"([\w-]+), (\d+) devices", name).groups()
         points.append((kind, int(count), wire_bytes, took))
-    names = [name for name in LINK_RATES if hasattr(hardware.RATES, name)]
-    if len(points) < 2 * len(names):
+    if len(points) < 2 * len(LINK_RATES):
         return {}
-    start = np.log([getattr(hardware.RATES, name) for name in names])
+    start = np.log([getattr(hardware.RATES, name) for name in LINK_RATES])
 
     def errors(logs):
-        rates = dataclasses.replace(hardware.RATES, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        rates = dataclasses.replace(hardware.RATES, **dict(zip(LINK_RATES, np.exp(logs).tolist(), strict=True)))
         return [np.log(predicted(rates, gpu, *point[:3]) / point[3]) for point in points]
 
     found = optimize.least_squares(errors, start, loss="soft_l1", bounds=(start - 5, start + 5))
-    return dict(zip(names, np.exp(found.x).tolist(), strict=True))
+    return dict(zip(LINK_RATES, np.exp(found.x).tolist(), strict=True))
 
 
 def predicted(rates: hardware.Rates, gpu: Gpu, kind: str, count: int, wire_bytes: float) -> float:
     """Seconds of a collective of `rates.COLLECTIVES` alone on the links of one node, as plans have it."""
-    sent = types.SimpleNamespace(kind=KINDS.get(kind, kind), group_size=count, wire_bytes=wire_bytes, axes=("data",))
+    sent = types.SimpleNamespace(kind=kind, group_size=count, wire_bytes=wire_bytes, axes=("data",))
     return Links(gpu, count, {"data": count}, rates).seconds(sent)
 
 

@@ -26,15 +26,14 @@ from flax import nnx
 
 from jaxtrain.config import default_config
 from jaxtrain.gpu_check.compare import Comparison, compare
-from jaxtrain.gpu_check.groups import group_layout, group_sizes
-from jaxtrain.gpu_check.rates import COLLECTIVES, ROWS
-from jaxtrain.gpu_check.records import Row, Setup, equal, failed, skipped, within
+from jaxtrain.gpu_check.groups import group_layout, group_sizes, on_each
+from jaxtrain.gpu_check.rates import COLLECTIVES
+from jaxtrain.gpu_check.records import Row, Setup, equal, failed, within
 from jaxtrain.model import loss, matmul_precision
 from jaxtrain.model.execution import Execution
 from jaxtrain.model.moe.experts import Experts
 from jaxtrain.model.moe.router import RouterAssignments
 from jaxtrain.parallel.parameters import ComputeParameter
-from jaxtrain.parallel.sharding import per_device
 from jaxtrain.parity import check as parity
 from jaxtrain.parity import shrink
 
@@ -160,17 +159,15 @@ def _loss(setup: Setup, settings: loss.LossSettings) -> Comparison:
 
 def collectives(setup: Setup) -> Iterator[Row]:
     """Each collective in bfloat16 and float32 over 2 to 8 devices, against numpy, to the bit."""
-    if not group_sizes(setup):
-        yield skipped("collectives", "one device")
     for ways in group_sizes(setup):
         layout = group_layout(setup, ways)
-        for name, (function, _) in COLLECTIVES.items():
+        for name, function in COLLECTIVES.items():
             for dtype in ("bfloat16", "float32"):
                 row = f"{name}, {ways} devices, {dtype}"
                 try:
                     x = np.random.default_rng(0).integers(-8, 8, (ways, ways * 128)).astype(dtype)
-                    run = per_device(layout, lambda x, f=function, lay=layout: (f(lay, x),), [ROWS], [ROWS])
-                    got = jax.jit(run)(jax.device_put(x.reshape(-1), layout.sharding(*reversed(ROWS))))[0]
+                    run, sharding = on_each(layout, function)
+                    got = jax.jit(run)(jax.device_put(x.reshape(-1), sharding))[0]
                     yield equal(row, np.array_equal(np.asarray(got).astype(np.float32), _moved(name, x.astype(np.float32))))
                 except Exception as error:
                     yield failed(row, error)
@@ -192,16 +189,15 @@ def _moved(name: str, x: np.ndarray) -> np.ndarray:
 
 def layout_configs(devices: int) -> dict[str, ml_collections.ConfigDict]:
     """Small models whose state or activations lie on the host, and one split over the devices along each axis."""
-    ways = max(n for n in (1, 2, 4, 8) if n <= devices)
     changes: dict[str, dict[str, Any]] = {
-        "moments and weights on the host": {"mesh.fsdp": ways, "memory.offload": ("master", "moments")},
-        "activations on the host": {"mesh.fsdp": ways, "memory.remat": "full", "memory.offload": ("block_in",)},
+        "moments and weights on the host": {"mesh.fsdp": devices, "memory.offload": ("master", "moments")},
+        "activations on the host": {"mesh.fsdp": devices, "memory.remat": "full", "memory.offload": ("block_in",)},
     }
-    for axis in ("fsdp", "tensor", "sequence", "pipeline", "expert") if ways > 1 else ():
+    for axis in ("fsdp", "tensor", "sequence", "pipeline", "expert") if devices > 1 else ():
         experts = (
             {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_mlp_dim": 256} if axis == "expert" else {}
         )
-        changes[f"{axis}={ways}"] = {"mesh.data": 1, f"mesh.{axis}": ways} | experts
+        changes[f"{axis}={devices}"] = {"mesh.data": 1, f"mesh.{axis}": devices} | experts
     configs = {}
     for name, settings in changes.items():
         config = default_config()
@@ -210,7 +206,7 @@ def layout_configs(devices: int) -> dict[str, ml_collections.ConfigDict]:
         for key, value in settings.items():
             section, _, setting = key.partition(".")
             config[section][setting] = value
-        configs[name] = shrink.shrink(config, ways)
+        configs[name] = shrink.shrink(config, devices)
     return configs
 
 
@@ -221,16 +217,14 @@ def layouts(setup: Setup) -> Iterator[Row]:
         if setup.small and len(setup.devices) > 1 and not name.startswith("tensor"):
             continue
         try:
-            with jax.default_matmul_precision("highest"):
-                plain = parity.plain(small)
-                key = plain.to_json()
-                if key not in wanted:
-                    wanted[key] = parity.measure(plain, with_steps=False)
-                rows = parity.judge(parity.measure(small, wanted[key].start, with_steps=False), wanted[key])
+            plain, bounds = parity.plain(small), parity.tolerances(small)
+            key = plain.to_json()
+            if key not in wanted:
+                wanted[key] = parity.measure(plain, with_steps=False)
+            rows = parity.judge(parity.measure(small, wanted[key].start, with_steps=False), wanted[key], bounds)
         except Exception as error:
             yield failed(name, error)
             continue
-        bounds = parity.tolerances(small)
         yield within(f"{name}: loss", rows[0].error, bounds.loss)
         worst = max(rows[1:], key=lambda row: row.error if row.error == row.error else float("inf"))
         yield within(f"{name}: gradients", worst.error, bounds.gradient, note=worst.name)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import glob
-import importlib.metadata
 import importlib.util
 import pathlib
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ FIELDS = (
     ("link to the host", "pcie.link.gen.current"),
     ("its lanes", "pcie.link.width.current"),
 )
-LIBRARIES = {"cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"), "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
+LIBRARIES = {"cuDNN": machine.CUDNN, "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
 
 
 def devices(setup: Setup) -> Iterator[Row]:
@@ -56,7 +54,7 @@ def libraries(setup: Setup) -> Iterator[Row]:
     for name, version in machine.versions().items():
         yield Row(name, version)
     for name, packages in LIBRARIES.items():
-        version = _installed(packages)
+        version = machine.installed(packages)
         yield Row(name, version) if version else skipped(name, f"not installed as a package ({', '.join(packages)})")
     if setup.on_gpu:
         yield Row("cuDNN as loaded", _cudnn_loaded() or "none")
@@ -67,7 +65,7 @@ def kept_versions() -> dict[str, str]:
     """The versions that measured rates are kept with: `hardware.rates.VERSIONS`."""
     found = machine.versions()
     driver = machine.driver_fields("driver_version")
-    cudnn = _cudnn_loaded() or _installed(LIBRARIES["cuDNN"])
+    cudnn = _cudnn_loaded() or machine.installed(machine.CUDNN)
     return {
         "jax": found["jax"],
         "jaxlib": found["jaxlib"],
@@ -87,14 +85,6 @@ def driver(setup: Setup) -> Iterator[Row]:
             yield skipped(name, "nvidia-smi does not know it")
             continue
         yield Row(name, values[0] if len(set(values)) == 1 else ", ".join(values))
-
-
-def _installed(packages: tuple[str, ...]) -> str:
-    """The version of the first of the packages that is installed; "" where none is."""
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return ""
 
 
 def _cudnn_loaded() -> str:

@@ -22,13 +22,16 @@ from jaxtrain.config import default_config, families
 from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, Row, Setup, equal, skipped, within
 from jaxtrain.hardware import flops, gpus
 from jaxtrain.hardware.rates import ERROR_BAND, RATES, Basis
+from jaxtrain.model.batch import Batch
+from jaxtrain.observe.progress import percent
 from jaxtrain.parallel import mesh
 from jaxtrain.parity import shrink
 from jaxtrain.plan import compile
 from jaxtrain.plan.study import study
-from jaxtrain.train.program import Program, build_program
+from jaxtrain.train.program import Program, build_program, random_batch
 
 GIB, LENGTH, STEPS_S, MOST_STEPS = 2**30, 4096, 5.0, 20
+RATE = np.float32(1e-4)  # of learning
 MEMORY_BAND = 0.10  # by which the largest memory used may exceed the plan's
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -89,18 +92,31 @@ def plans(setup: Setup) -> Iterator[Row]:
     if reason:
         yield skipped("plans", reason)
         return
-    fitted = Basis(dataclasses.replace(RATES, **setup.found.get("rates", {})))
+    rates = setup.found.get("rates")
     for step in (*DENSE, *MIXTURE):
         config, gpu = config_of(step, count, False), gpus.by_key(key)
         compiled = compile.compile_step(config, compile.Topology(gpu, 1, count))
         plan = study(config, compiled.topology, step.name, compiled)
-        anew = study(config, dataclasses.replace(compiled.topology, basis=fitted), step.name, compiled)
+        anew, note = plan, ""
+        if rates:
+            fitted = Basis(dataclasses.replace(RATES, **rates))
+            anew = study(config, dataclasses.replace(compiled.topology, basis=fitted), step.name, compiled)
+            note = f"{1e3 * anew.timeline.step_s:.4g} ms by the rates measured here"
         times = {name: getattr(plan.timeline, name) for name in ("step_s", "product_s", "attention_s", "memory_s")}
         figures = times | {"peak_bytes": plan.peak_bytes, "fitted_s": anew.timeline.step_s}
         setup.found.setdefault("plans", {})[step.name] = figures
         yield Row(f"{step.name}: memory", plan.peak_bytes / GIB, "GiB")
-        note = f"{1e3 * anew.timeline.step_s:.4g} ms by the rates measured here"
         yield Row(f"{step.name}: step", 1e3 * plan.timeline.step_s, "ms", note=note)
+
+
+def build(step: Step, setup: Setup) -> tuple[Program, jax.stages.Compiled, Batch, float]:
+    """A step's program, its train step compiled, random rows on the devices, and the seconds of compiling."""
+    config = config_of(step, len(setup.devices), setup.small)
+    program = build_program(config, mesh.build(config, setup.devices))
+    began = time.monotonic()
+    compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
+    compile_s = time.monotonic() - began
+    return program, compiled, program.put_batch(random_batch(program)), compile_s
 
 
 def measure(step: Step, setup: Setup) -> Iterator[Row]:
@@ -108,25 +124,23 @@ def measure(step: Step, setup: Setup) -> Iterator[Row]:
     if setup.small and not step.small:
         yield skipped("step", "not with small shapes")
         return
-    config = config_of(step, len(setup.devices), setup.small)
-    program, planned = build_program(config, mesh.build(config, setup.devices)), setup.found.get("plans", {}).get(step.name, {})
-    began = time.monotonic()
-    compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
-    yield Row("compiling", time.monotonic() - began, "s")
-    batch, rate = program.put_batch(random_batch(config)), np.float32(1e-4)
+    program, compiled, batch, compile_s = build(step, setup)
+    yield Row("compiling", compile_s, "s")
+    planned = setup.found.get("plans", {}).get(step.name, {})
     losses, sums = [], []
     for _ in range(2):
         state = None  # two of them at once would be the largest memory used
-        state, metrics = compiled(program.init(0), batch, rate)
+        state, metrics = compiled(program.init(0), batch, RATE)
         losses.append(float(metrics["loss"]))
         sums.append([losses[-1], *jax.device_get(_sums(state.params))])
     same = equal("the same step twice, loss and weights", sums[0] == sums[1])
     note = "" if sums[0] == sums[1] else "to be expected on GPUs without XLA's deterministic settings"
-    yield same if config.runtime.deterministic or not setup.on_gpu else dataclasses.replace(same, verdict=MEASURED, note=note)
+    must = program.config.runtime.deterministic or not setup.on_gpu
+    yield same if must else dataclasses.replace(same, verdict=MEASURED, note=note)
     times: list[float] = []
     while sum(times) < (0.5 if setup.small else STEPS_S) and len(times) < MOST_STEPS:
         began = time.monotonic()
-        state, metrics = jax.block_until_ready(compiled(state, batch, rate))
+        state, metrics = jax.block_until_ready(compiled(state, batch, RATE))
         times.append(time.monotonic() - began)
         losses.append(float(metrics["loss"]))
     falls = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
@@ -157,8 +171,8 @@ def _time(setup: Setup, step: Step, program: Program, took: float, planned: Mapp
     tokens = math.prod(program.batch_shape)
     note = f"{tokens / took:,.0f} tokens/s"
     if setup.gpu:
-        done = flops.step_flops(program.inventory, tokens, length)
-        note += f", MFU {100 * done / (took * len(setup.devices) * setup.gpu.bf16_flops):.1f}%"
+        per_token = flops.step_flops(program.inventory, tokens, length) / tokens
+        note += f", MFU {percent(flops.mfu(tokens / took, per_token, len(setup.devices), setup.gpu.bf16_flops))}"
     expected = planned.get("step_s")
     verdict = MEASURED if expected is None else OK if abs(took / expected - 1) <= ERROR_BAND else OFF
     return Row("step", 1e3 * took, "ms", expected=expected and 1e3 * expected, verdict=verdict, note=note)
@@ -168,14 +182,3 @@ def _time(setup: Setup, step: Step, program: Program, took: float, planned: Mapp
 def _sums(tree: Any) -> list[jax.Array]:
     """Of each array the sum of its bits as whole numbers: equal arrays have equal ones, however a device adds them."""
     return [jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in jax.tree.leaves(tree)]
-
-
-def random_batch(config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
-    """One document a row, int32 arrays [M, b, T]."""
-    count, length = config.train.accumulation_steps, config.data.seq_len_tokens
-    shape = count, config.data.global_batch_rows // count, length
-    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    targets = np.full_like(tokens, -1)
-    targets[..., :-1] = tokens[..., 1:]
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-    return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}

@@ -6,15 +6,12 @@ import collections
 import glob
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
-import numpy as np
 
-from jaxtrain.gpu_check.models import Step, config_of, random_batch
-from jaxtrain.gpu_check.records import FAILED, Row, Setup, failed
-from jaxtrain.parallel import mesh
-from jaxtrain.train.program import build_program
+from jaxtrain.gpu_check.models import RATE, Step, build
+from jaxtrain.gpu_check.records import Row, Setup, failed
 
 LARGEST = 12
 # Class of a kernel: the first whose pattern its name has. Names are those of kernels on GPUs, of operations on CPUs.
@@ -37,15 +34,12 @@ def classify(name: str) -> str:
 
 def check(step: Step, setup: Setup) -> Iterator[Row]:
     """Milliseconds of a step by class, on the first device; the time in which it does nothing; the largest kernels."""
-    config = config_of(step, len(setup.devices), setup.small)
-    program = build_program(config, mesh.build(config, setup.devices))
-    compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
-    batch, rate = program.put_batch(random_batch(config)), np.float32(1e-4)
-    state, _ = compiled(program.init(0), batch, rate)
-    state, _ = jax.block_until_ready(compiled(state, batch, rate))
+    program, compiled, batch, _ = build(step, setup)
+    state, _ = compiled(program.init(0), batch, RATE)
+    state, _ = jax.block_until_ready(compiled(state, batch, RATE))
     with tempfile.TemporaryDirectory(prefix="jaxtrain_profile_") as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(compiled(state, batch, rate))
+            jax.block_until_ready(compiled(state, batch, RATE))
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         if not files:
             yield failed("profile", "the profiler wrote no file")
@@ -67,7 +61,7 @@ def kernels(profile: jax.profiler.ProfileData) -> Iterator[tuple[str, float, flo
                     yield event.name, event.start_ns, event.start_ns + event.duration_ns
 
 
-def rows(events: Iterable[tuple[str, float, float]], planned: dict[str, float]) -> Iterator[Row]:
+def rows(events: Sequence[tuple[str, float, float]], planned: dict[str, float]) -> Iterator[Row]:
     """The rows of a profile; times of a class may overlap those of another (collectives do)."""
     by_class: collections.Counter = collections.Counter()
     by_name: collections.Counter = collections.Counter()
@@ -77,7 +71,7 @@ def rows(events: Iterable[tuple[str, float, float]], planned: dict[str, float]) 
         by_name[name] += end - start
         counts[classify(name)] += 1
     if not counts:
-        yield Row("profile", verdict=FAILED, note="it has no kernels")
+        yield failed("profile", "it has no kernels")
         return
     for kind in (*CLASSES, "other"):
         expected = planned.get(PLANNED.get(kind, ""))

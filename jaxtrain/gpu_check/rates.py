@@ -16,15 +16,15 @@ import numpy as np
 
 from jaxtrain.gpu_check import fit
 from jaxtrain.gpu_check.attention import Case, refusal, whole_row
-from jaxtrain.gpu_check.groups import group_layout, group_sizes
-from jaxtrain.gpu_check.records import MEASURED, Row, Setup, failed, rate, skipped
+from jaxtrain.gpu_check.groups import group_layout, group_sizes, on_each
+from jaxtrain.gpu_check.records import MEASURED, Row, Setup, failed, rate
 from jaxtrain.gpu_check.timing import Program, repeated, seconds
 from jaxtrain.hardware.rates import RATES
 from jaxtrain.model import matmul_precision
 from jaxtrain.model.attention import ring
 from jaxtrain.parallel import collectives
-from jaxtrain.parallel.sharding import per_device
 from jaxtrain.plan.predict.products import Product
+from jaxtrain.plan.read.collectives import ring_bytes
 
 TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 8192, 4096, 14_336, 32, 8, 128  # of an 8B model, a row of 8192 tokens
 SMALLER = 32  # by which small setups divide sizes
@@ -66,7 +66,10 @@ def _peak(setup: Setup, share: float, name: str = "bf16_flops") -> float | None:
 
 
 def products(setup: Setup) -> Iterator[Program]:
-    """Products of an 8B model in bfloat16 and, where the GPU has it, fp8, with quantization as the model does it."""
+    """Products of an 8B model in bfloat16, one of them alone, too; one in float32 and, where the GPU has it, in fp8.
+
+    fp8 twice: of numbers that are fp8 already, and with quantization as the model does it.
+    """
     d, f, qkv = _sized(setup, WIDTH), _sized(setup, HIDDEN), _sized(setup, WIDTH + 2 * KV_HEADS * HEAD)
     for tokens in (_sized(setup, TOKENS), _sized(setup, TOKENS // 8)):
         for what, inner, outer in (("qkv", d, qkv), ("out", d, d), ("up", d, f), ("down", f, d)):
@@ -152,7 +155,8 @@ def launches(setup: Setup) -> Iterator[Program]:
         return jax.lax.while_loop(lambda c: c[0] < end, lambda c: (c[0] + 1, c[1] * 0.5 + 1.0), (jnp.int32(0), x))[1]
 
     yield Program("kernel after kernel", chain, (x,), CHAIN, "us", 1e6 * RATES.kernel_s if setup.on_gpu else None)
-    yield Program("turn of a loop that data end", loop, (x, n), TURNS, "us", 1e6 * RATES.host_loop_s if setup.on_gpu else None)
+    turn_s = RATES.host_loop_s + 2 * RATES.kernel_s  # with its body and its condition
+    yield Program("turn of a loop that data end", loop, (x, n), TURNS, "us", 1e6 * turn_s if setup.on_gpu else None)
     yield Program("a program of one kernel", lambda x: x + 1, (x,), 1, "us")
 
 
@@ -178,14 +182,12 @@ def host_copies(setup: Setup) -> Iterator[Row]:
         yield failed("pinned copies", error)
 
 
-ROWS = ("activation", ("batch",))
-# Name -> (function, share of a device's array that it sends, given the number of devices).
-COLLECTIVES = {
-    "all-gather": (lambda layout, x: collectives.all_gather(layout, x, "data", 0), lambda n: n - 1),
-    "reduce-scatter": (lambda layout, x: collectives.reduce_scatter(layout, x, "data", 0), lambda n: (n - 1) / n),
-    "all-reduce": (lambda layout, x: collectives.psum(layout, x, "data"), lambda n: 2 * (n - 1) / n),
-    "all-to-all": (lambda layout, x: collectives.all_to_all(layout, x, "data", 0, 0), lambda n: (n - 1) / n),
-    "permute": (lambda layout, x: collectives.permute(layout, x, "data", 1), lambda n: 1),
+COLLECTIVES = {  # by their names in HLO
+    "all-gather": lambda layout, x: collectives.all_gather(layout, x, "data", 0),
+    "reduce-scatter": lambda layout, x: collectives.reduce_scatter(layout, x, "data", 0),
+    "all-reduce": lambda layout, x: collectives.psum(layout, x, "data"),
+    "all-to-all": lambda layout, x: collectives.all_to_all(layout, x, "data", 0, 0),
+    "collective-permute": lambda layout, x: collectives.permute(layout, x, "data", 1),
 }
 
 
@@ -194,18 +196,11 @@ def collective_programs(setup: Setup) -> Iterator[Program]:
     sizes = (2**12, 2**16) if setup.small else (2**16, 2**20, 2**24, 2**28)
     for ways in group_sizes(setup):
         layout = group_layout(setup, ways)
-        for name, (function, share) in COLLECTIVES.items():
+        for name, function in COLLECTIVES.items():
+            run, sharding = on_each(layout, function)
             for size in sizes:
                 size = size // ways if name == "all-gather" else size  # of its result
-                run = per_device(layout, lambda x, f=function, lay=layout: (f(lay, x),), [ROWS], [ROWS])
-                x = jax.ShapeDtypeStruct((ways * size // 2,), jnp.bfloat16, sharding=layout.sharding(*reversed(ROWS)))
-                sent = size * share(ways)
+                x = jax.ShapeDtypeStruct((ways * size // 2,), jnp.bfloat16, sharding=sharding)
+                sent = ring_bytes(name, size, ways)
                 wanted = sent / fit.predicted(RATES, setup.gpu, name, ways, sent) / 1e9 if setup.gpu else None
                 yield Program(f"{name}, {ways} devices, {size:,} bytes", run, (x,), sent, "GB/s", wanted)
-
-
-def collective_rates(setup: Setup) -> Iterator[Row]:
-    """Times of `collective_programs`."""
-    if not group_sizes(setup):
-        yield skipped("collectives", "one device")
-    yield from timed(collective_programs, setup)

@@ -44,7 +44,7 @@ class Setup:
     """Where checks run.
 
     Attributes:
-      devices: of one kind, 1 to 8; perhaps merely described ones, for which programs can be compiled.
+      devices: of one kind, 1, 2, 4 or 8; perhaps merely described ones, for which programs can be compiled.
       small: shapes for CPUs, where the run itself is tried and figures mean nothing.
       gpu: the row of the table of GPUs; None: it has none, or this is a CPU.
       folder: where files go.

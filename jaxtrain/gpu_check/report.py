@@ -14,7 +14,7 @@ from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SKIPPED, Row
 from jaxtrain.plan.show import page
 from jaxtrain.plan.show.content import Table
 
-SCHEMA = 1  # of the JSON; a field that changes its meaning or goes raises it
+SCHEMA = 2  # of the JSON; a field that changes its meaning or goes raises it
 VERDICTS = (OK, MEASURED, OFF, FAILED, SKIPPED)
 
 
@@ -25,7 +25,7 @@ class Done:
     section: str
     name: str
     rows: list[Row] = dataclasses.field(default_factory=list)
-    began: float = 0.0  # value of `time.monotonic`
+    began: float = 0.0  # seconds into the run
     seconds: float = 0.0
     problem: str = ""
 

@@ -99,13 +99,13 @@ class Run:
         return known, running
 
     def _begin(self, check: Check) -> Done:
-        done = Done(check.section, check.name, began=time.monotonic())
+        done = Done(check.section, check.name, began=time.monotonic() - self.began)
         self.report.checks.append(done)
         _say(check.title)
         return done
 
     def _end(self, done: Done, problem: str) -> None:
-        done.seconds, done.problem = time.monotonic() - done.began, problem
+        done.seconds, done.problem = time.monotonic() - self.began - done.began, problem
         if problem:
             _say(f"  {problem}")
         self._write()

@@ -28,7 +28,7 @@ CHECKS = (
     Check(RATES, "memory", functools.partial(rates.timed, rates.memory)),
     Check(RATES, "launches", functools.partial(rates.timed, rates.launches)),
     Check(RATES, "pinned copies", rates.host_copies),
-    Check(RATES, "collectives", rates.collective_rates, devices=2),
+    Check(RATES, "collectives", functools.partial(rates.timed, rates.collective_programs), devices=2),
     Check(RATES, "as plans take them", fit.fit),
     Check(MODELS, "plans", models.plans, process=HOST),
     *(Check(MODELS, step.name, functools.partial(models.measure, step), process=OWN) for step in models.DENSE),

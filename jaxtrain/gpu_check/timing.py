@@ -36,10 +36,6 @@ class Program:
     expected: float | None = None
     alone: bool = False
 
-    def lower(self) -> jax.stages.Lowered:
-        """The program, lowered for the devices of its arguments."""
-        return jax.jit(self.function).trace(*self.arguments).lower(lowering_platforms=(_platform(self.arguments),))
-
     def in_unit(self, seconds: float) -> float:
         """What a run of so many seconds makes of `work`."""
         if self.unit == "us":
@@ -47,9 +43,9 @@ class Program:
         return self.work / seconds / {"TFLOP/s": 1e12, "GB/s": 1e9}[self.unit]
 
 
-def seconds(program: Program, at_least_s: float = AT_LEAST_S) -> float:
+def seconds(program: Program, at_least_s: float) -> float:
     """Seconds of a run: the median of three times several runs that are waited for together, after one to warm up."""
-    run = functools.partial(program.lower().compile(), *map(filled, program.arguments))
+    run = functools.partial(jax.jit(program.function).lower(*program.arguments).compile(), *map(filled, program.arguments))
     if not program.alone:
         return repeated(run, at_least_s)
     jax.block_until_ready(run())
@@ -77,11 +73,6 @@ def filled(argument: jax.ShapeDtypeStruct) -> jax.Array:
         return (bits.astype(jnp.int32) * 2.0**-31).astype(argument.dtype).reshape(argument.shape)
 
     return jax.jit(make, out_shardings=argument.sharding)()
-
-
-def _platform(arguments):
-    platform = next(iter(arguments[0].sharding.device_set)).platform
-    return "cpu" if platform == "cpu" else "cuda"
 
 
 def _after_pause(run, pause_s):

@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.errors import UserError
-from jaxtrain.gpu_check.records import HOST, Check, Setup
+from jaxtrain.gpu_check.records import HOST, Check, Setup, failed
 from jaxtrain.hardware import gpus
 from jaxtrain.runtime import machine, startup
 
@@ -48,7 +48,8 @@ def begin(platform: str, without_devices: bool, folder: pathlib.Path, left_s: fl
     config = default_config()
     config.runtime.update(platform=platform, fake_devices=FAKE_DEVICES if platform == "cpu" else 0)
     startup.initialize(config, folder)
-    devices = tuple(jax.local_devices()[:MOST_DEVICES])
+    devices = jax.local_devices()[:MOST_DEVICES]
+    devices = tuple(devices[: 1 << (len(devices).bit_length() - 1)])  # 1, 2, 4 or 8
     gpu = None if platform == "cpu" else gpus.find(devices[0].device_kind)
     found |= {"gpu": gpu.key if gpu else "", "count": len(devices)}
     return Setup(devices, platform == "cpu", gpu, folder, ends, found)
@@ -74,6 +75,5 @@ def each(checks: Sequence[Check], setup: Setup, send: Callable[..., None]) -> No
                     send("rest not run", number, SPENT)
                     break
         except Exception as error:  # of the check itself: the others still say something
-            text = str(error).strip()
-            problem = f"broke off: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+            problem = f"broke off: {failed(check.name, error).note}"
         send("end", problem, setup.found)

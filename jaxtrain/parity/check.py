@@ -261,7 +261,7 @@ def _with_sgd(config):
 
 
 def _compile(function, *arguments):
-    return function.lower(*arguments).compile(compiler_options=compat.run_once_options("cpu"))
+    return function.lower(*arguments).compile(compiler_options=compat.run_once_options(jax.default_backend()))
 
 
 def _put(program: Program, weights: dict[str, np.ndarray]) -> Any:

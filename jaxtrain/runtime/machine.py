@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "numpy")
 CUDA_PLUGINS = {"cuda13": "jax_cuda13_plugin", "cuda12": "jax_cuda12_plugin"}  # extra of this package: module it brings
@@ -60,8 +61,13 @@ def versions() -> dict[str, str]:
 
 def kernels_version() -> str:
     """Names the versions that decide which kernels XLA has: "jaxlib-0.10.2-cudnn-9.1", of cuDNN only where it is a package."""
-    parts = {"jaxlib": _version("jaxlib"), "cudnn": next(filter(None, map(_version, CUDNN)), "")}
+    parts = {"jaxlib": _version("jaxlib"), "cudnn": installed(CUDNN)}
     return "-".join(f"{name}-{version}" for name, version in parts.items() if version)
+
+
+def installed(packages: Iterable[str]) -> str:
+    """The version of the first of the packages that is installed; "" where none is."""
+    return next(filter(None, map(_version, packages)), "")
 
 
 def devices_summary() -> str:

@@ -122,6 +122,17 @@ def with_sources(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch | {"targets": np.where(targets == IGNORE, IGNORE, targets | sources << SOURCE_BIT)}
 
 
+def random_batch(program: Program) -> dict[str, np.ndarray]:
+    """This process's rows of one global batch of random tokens, one document a row: int32 arrays [M, b, T]."""
+    count, rows, length = program.batch_shape
+    random = np.random.default_rng(0)
+    tokens = random.integers(program.model.vocab_size, size=(count * rows, length), dtype=np.int32)[program.train_rows()]
+    targets = np.full_like(tokens, IGNORE)
+    targets[..., :-1] = tokens[..., 1:]
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+
+
 def _local_rows(sharding: NamedSharding, shape: Sequence[int]) -> np.ndarray:
     """Sorted indices along the row dimension (the last but one) that this process's devices hold."""
     slices = {index[-2].indices(shape[-2])[:2] for index in sharding.addressable_devices_indices_map(tuple(shape)).values()}
