@@ -63,24 +63,21 @@ class Timeline:
     times: dict[int, float]
     strips: dict[str, tuple[Span, ...]]
     strip_s: dict[str, float]
-    uncounted_loops: int  # loops whose number of iterations is not known before they run
 
 
 def simulate(
     module: Module,
     collectives: list[Collective],
     links: Links,
-    unknown_trips: int = 1,
     busy: Mapping[str, float] | None = None,
 ) -> Timeline:
     """The timeline of a scheduled program.
 
     Args:
       collectives: those of the program.
-      unknown_trips: iterations of loops whose number only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, busy or {})
+    simulation = _Simulation(module, {c.id: c for c in collectives}, links, busy or {})
     simulation.run(module.computations[module.entry])
     simulation.launch(0.0, 0.0)
     total = simulation.total
@@ -102,7 +99,6 @@ def simulate(
         times=times,
         strips=strips,
         strip_s=strip_s,
-        uncounted_loops=len(simulation.uncounted_loops),
     )
 
 
@@ -134,9 +130,8 @@ class _Loop:
 
 
 class _Simulation:
-    def __init__(self, module, collectives, links, unknown_trips, busy):
-        self.module, self.collectives, self.links, self.unknown_trips = module, collectives, links, unknown_trips
-        self.rates, self.busy = links.rates, busy
+    def __init__(self, module, collectives, links, busy):
+        self.module, self.collectives, self.links, self.rates, self.busy = module, collectives, links, links.rates, busy
         self.now = self.launches = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
         self.pending: dict[int, tuple[float, int | None]] = {}  # start -> when it ends, which collective
@@ -145,7 +140,6 @@ class _Simulation:
         self.costs: dict[int, tuple[str, float, float]] = {}
         self.spans: list[Span] = []
         self.loops: list[_Loop] = []
-        self.uncounted_loops: set[int] = set()
 
     def run(self, computation: Computation) -> None:
         """Advances by one execution of a computation."""
@@ -172,8 +166,7 @@ class _Simulation:
     def _loop(self, instruction: Instruction) -> None:
         trips = self.module.trip_count(instruction)
         if trips is None:
-            self.uncounted_loops.add(instruction.id)
-            trips = self.unknown_trips
+            trips = 1
         if "known_trip_count" not in instruction.config:
             self._ask(trips + 1)
         computation = self.module.computations[instruction.called[0]]

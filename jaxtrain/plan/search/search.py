@@ -180,7 +180,7 @@ def _compiled(config, topology, candidate: Candidate) -> Result:
         return Result(settings, 0, 0, 0.0, 0.0, 0.0, 0.0, False, error.problems[0])
     t, fits = plan.timeline, plan.verdict != "does not fit"
     if fits:
-        waited = dict(plan.communication.axis_waited_s) | {"the host": t.host_s}
+        waited = dict(plan.communication.axis_waited_s) | {"the host": t.host_s + t.launch_s}
         parts = [f"{plan.headroom_bytes / 2**30:.1f} GiB left"]
         parts += [f"waits {100 * s / t.step_s:.0f}% for {what}" for what, s in waited.items() if s > WORTH_SAYING * t.step_s]
         if plan.recomputed_flops > WORTH_SAYING:
