@@ -66,9 +66,14 @@ class Plan:
         return self.ledger.total if self.ledger else self.closed.total
 
     @property
+    def estimated_bytes(self) -> int:
+        """All that is estimated."""
+        return sum(self.estimated.values())
+
+    @property
     def usable_bytes(self) -> int:
         """Of the device's memory, without what is estimated."""
-        return self.gpu.memory_bytes - sum(self.estimated.values())
+        return self.gpu.memory_bytes - self.estimated_bytes
 
     @property
     def headroom_bytes(self) -> int:

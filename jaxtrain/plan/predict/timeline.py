@@ -198,11 +198,11 @@ class _Simulation:
         """Waits for the host, if it needed longer for its launches since a moment than the device for all that it did."""
         late = start + (self.launches - launched) * self.rates.host_kernel_s - self.now
         if late > 0:
-            self._advance("launch", late, None)
+            self._pass("launch", late, "waiting for the host")
 
     def _ask(self, turns: float) -> None:
         """Waits for the host to read from the device, so many times, whether a loop goes on or which branch is taken."""
-        self._advance("launch", turns * self.rates.host_loop_s, None)
+        self._pass("launch", turns * self.rates.host_loop_s, "waiting for the host")
 
     def _start(self, instruction: Instruction) -> None:
         key = instruction.id
@@ -253,12 +253,14 @@ class _Simulation:
         self._advance(kind, seconds, instruction)
 
     def _advance(self, kind, seconds, instruction) -> None:
+        busy = max((end for link, end in self.free.items() if link != "host"), default=0.0) - self.now
+        if busy > 0:  # slowed as long as a collective runs beside it
+            seconds += min(seconds * (self.rates.slowed - 1), busy * (1 - 1 / self.rates.slowed))
+        self._pass(kind, seconds, instruction.op_name or instruction.opcode)
+
+    def _pass(self, kind, seconds, name) -> None:
         if not seconds:
             return
-        busy = max((end for link, end in self.free.items() if link != "host"), default=0.0) - self.now
-        if instruction and busy > 0:  # slowed as long as a collective runs beside it
-            seconds += min(seconds * (self.rates.slowed - 1), busy * (1 - 1 / self.rates.slowed))
-        name = instruction.op_name or instruction.opcode if instruction else "waiting for the host"
         self._span("compute", kind, name, self.now, self.now + seconds)
         self.total[kind] += seconds
         self.now += seconds
