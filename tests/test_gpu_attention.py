@@ -99,3 +99,5 @@ ENTRY %main (s: (s32[], s32[])) -> (s32[], s32[]) {
     [flag] = communication._loop_flags(read_text(text))
     assert flag.name == "data-dependent loop"
     assert flag.text.startswith("blocks runs 12 times a step") and flag.text.endswith("[jit(step)/attention/while]")
+    part = text.replace("body=%layers", 'body=%layers, metadata={op_name="part/while"}')
+    assert communication._loop_flags(read_text(part, {"part": 0.0})) == [], "a part that does not run asks nobody"

@@ -13,6 +13,7 @@ from jaxtrain.hardware import gpus as hardware
 from jaxtrain.model.attention.cudnn import SQUARE
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan.predict import closed_form, communication, roofline, timeline
+from jaxtrain.plan.read.hlo import executions
 from jaxtrain.plan.read.shapes import local_shapes
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
@@ -42,7 +43,7 @@ def attention() -> list[tuple[bool, tuple[int, ...], int]]:
     for i in step().module.nodes.values():
         if call := re.fullmatch(r"__cudnn\$fmha\w*Softmax(Backward)?", i.target):
             shape = i.config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
-            runs = sum(math.prod(loop.trips for loop in path) for path in paths[i.computation])
+            runs = sum(map(executions, paths[i.computation]))
             found.append((bool(call[1]), tuple(map(int, shape)), runs))
     return found
 

@@ -20,7 +20,7 @@ from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.predict import closed_form, overhead
 from jaxtrain.plan.read import collectives, memory
 from jaxtrain.plan.search import advice, compare
-from jaxtrain.plan.show import data, drawings, page, pipeline, report
+from jaxtrain.plan.show import content, data, drawings, page, pipeline, report
 
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
 
@@ -29,6 +29,12 @@ def shown(plan, found=()) -> str:
     console = Console(file=io.StringIO(), width=200)
     report.show(plan, found, console)
     return console.file.getvalue()
+
+
+def test_sums_are_bold():
+    table = content.Table(("", ">GiB"), [(name, "1") for name in "abcd"], ("weights", "", None, ""))
+    assert [row.style for row in report.drawn(table).rows] == ["", "bold", "", "bold"]
+    assert {row.style for row in report.drawn(content.Table(("", ">GiB"), [("a", "1")])).rows} == {""}
 
 
 @pytest.mark.slow

@@ -25,9 +25,10 @@ H100 = compile.parse_topology("h100:1x8")
 MANY = compile.parse_topology("h100:8x8")
 
 
-def result(candidate, fits=True, step_s=None, peak=None):
-    settings = dict(candidate.change.settings)
-    return search.Result(settings, peak or candidate.bytes, step_s or candidate.seconds, 0.0, 1.0, 0.5, fits, "as compiled")
+def result(candidate, fits=True, step_s=None, peak=None, headroom=None):
+    settings, peak = dict(candidate.change.settings), peak or candidate.bytes
+    headroom = H100.gpu.memory_bytes - candidate.estimated - peak if headroom is None else headroom
+    return search.Result(settings, peak, headroom, step_s or candidate.seconds, 0.0, 1.0, 0.5, fits, "as compiled")
 
 
 def fits(candidate, topology):
@@ -185,6 +186,21 @@ def test_one_gpu_needs_the_host(tmp_path, tried):
     assert not any(fits(c, one) for c in layouts("mesh.fsdp=1", topology="h100:1x1"))
     found = search.search(config("mesh.fsdp=1"), one, tmp_path, limit_s=60, most=6)
     assert found and all(r.fits and "moments" in r.settings["memory.offload"] for r in found)
+
+
+def test_what_lacks_memory_as_compiled_is_offloaded(tmp_path, monkeypatch):
+    """More is estimated beside the heap for a compiled step than by formula: what lacks a byte by that does not fit."""
+    tried, only = [], [next(c for c in layouts() if fits(c, H100))]
+
+    def compiled(config, topology, candidate):
+        tried.append(candidate.settings["memory.offload"])
+        return result(candidate) if tried[-1] else result(candidate, fits=False, headroom=-1)
+
+    monkeypatch.setattr(search, "_compiled", compiled)
+    monkeypatch.setattr(candidates, "layouts", lambda config, topology: only)
+    found = search.search(config(), H100, tmp_path, limit_s=60, most=20)
+    assert tried[0] == () and any(tried), "its offload variant comes next"
+    assert found[0].fits and found[0].settings["memory.offload"] and not found[-1].fits
 
 
 def test_prefetch_is_chosen_for_the_best(tmp_path, tried, monkeypatch):

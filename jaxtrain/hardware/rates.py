@@ -119,7 +119,7 @@ def save(path: str | os.PathLike, measured: Measured) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def load(path: str | os.PathLike, gpu_key: str, flag: str = "--rates") -> Basis:
+def load(path: str | os.PathLike, gpu_key: str) -> Basis:
     """What a file's measurements make of predictions for a GPU. An empty path is no file: all rates are planned.
 
     Raises ConfigError, with the file, each field and its value, for a file that holds no measurements or those of another GPU;
@@ -130,13 +130,13 @@ def load(path: str | os.PathLike, gpu_key: str, flag: str = "--rates") -> Basis:
     try:
         data = json.loads(pathlib.Path(path).read_text())
     except OSError as error:
-        raise UserError(f"{flag}={path}: cannot be read: {error.strerror or error}") from error
+        raise UserError(f"--rates={path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"{flag}={path}: is not JSON ({error}); name a file of measured rates"]) from error
+        raise ConfigError([f"--rates={path}: is not JSON ({error}); name a file of measured rates"]) from error
     if wrong := _problems(data):
-        raise ConfigError([f"{flag}={path}: {problem}" for problem in wrong])
+        raise ConfigError([f"--rates={path}: {problem}" for problem in wrong])
     if data["gpu"] != gpu_key:
-        raise ConfigError([f"{flag}={path}: gpu: was measured on {data['gpu']}, the topology has {gpu_key}; measure there"])
+        raise ConfigError([f"--rates={path}: gpu: was measured on {data['gpu']}, the topology has {gpu_key}; measure there"])
     measured = Measured(**data)
     return Basis(dataclasses.replace(RATES, **measured.rates), measured.error_band, measured)
 

@@ -14,6 +14,7 @@ import pathlib
 import re
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jaxtrain.model.moe.experts import OVERFLOW
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.sharding import DescribedHost
 from jaxtrain.pipeline import schedule as pipeline_schedule
+from jaxtrain.plan.predict.roofline import Links
 from jaxtrain.plan.read import buffers, collectives, hlo, protobuf
 from jaxtrain.runtime import compat, machine
 from jaxtrain.train.program import Program, build_program
@@ -49,6 +51,10 @@ class Topology:
     @property
     def size(self) -> int:
         return self.nodes * self.per_node
+
+    def links(self, mesh_shape: Mapping[str, int]) -> Links:
+        """The links as a mesh lies on them."""
+        return Links(self.gpu, self.per_node, mesh_shape, self.basis.rates)
 
     def __str__(self) -> str:
         return f"{self.gpu.key}:{self.nodes}x{self.per_node}"

@@ -21,7 +21,7 @@ import ml_collections
 
 from jaxtrain.parallel import mesh
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, communication, overhead, roofline
+from jaxtrain.plan.predict import closed_form, communication, overhead
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.read import collectives, hlo
 from jaxtrain.plan.read.shapes import local_shapes
@@ -56,7 +56,7 @@ def study(config: ml_collections.ConfigDict, topology: compile.Topology, name: s
     return Plan(
         **about(config, topology, name),
         closed=closed,
-        estimated=overhead.overhead(config, closed, roofline.Links(topology.gpu, topology.per_node, closed.mesh)),
+        estimated=overhead.overhead(config, closed, topology.links(closed.mesh)),
         ledger=None,
         communication=sent,
         timeline=None,
@@ -102,6 +102,6 @@ def _traced(program, proto, topology, closed) -> Communication:
 
 def _communication(program, proto, topology, closed) -> Communication:
     module, shape = hlo.read(proto), dict(program.layout.mesh.shape)
-    links = roofline.Links(topology.gpu, topology.per_node, shape, topology.basis.rates)
     found, dtype = collectives.collectives(module, shape), program.config.precision.compute_dtype
+    links = topology.links(shape)
     return communication.communication(module, found, {}, links, local_shapes(program), closed.axis_bytes(), dtype)

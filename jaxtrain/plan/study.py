@@ -16,7 +16,7 @@ from jaxtrain.model import inventory
 from jaxtrain.pipeline import schedule as pipeline_schedule
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, communication, overhead, roofline, timeline
+from jaxtrain.plan.predict import closed_form, communication, overhead, timeline
 from jaxtrain.plan.predict.closed_form import ClosedForm
 from jaxtrain.plan.predict.communication import Communication
 from jaxtrain.plan.predict.timeline import Timeline
@@ -66,9 +66,14 @@ class Plan:
         return self.ledger.total if self.ledger else self.closed.total
 
     @property
+    def estimated_bytes(self) -> int:
+        """All that is estimated."""
+        return sum(self.estimated.values())
+
+    @property
     def usable_bytes(self) -> int:
         """Of the device's memory, without what is estimated."""
-        return self.gpu.memory_bytes - sum(self.estimated.values())
+        return self.gpu.memory_bytes - self.estimated_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -122,7 +127,7 @@ def study(
     compiled = compiled or compile.compile_step(config, topology)
     compiled_at = time.monotonic()
     module, shapes, dtype = compiled.module, local_shapes(compiled.program), config.precision.compute_dtype
-    links = roofline.Links(topology.gpu, topology.per_node, compiled.mesh_shape, topology.basis.rates)
+    links = topology.links(compiled.mesh_shape)
     found = compiled.collectives()
     predicted = timeline.simulate(module, found, links, busy=compiled.shares[1])
     ledger = memory.ledger(compiled.assignment, module, shapes, compiled.mesh_shape)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from jaxtrain.model.attention.cudnn import SQUARE
 from jaxtrain.plan.predict.roofline import Links
 from jaxtrain.plan.read.collectives import Collective
-from jaxtrain.plan.read.hlo import Array, Instruction, Module
+from jaxtrain.plan.read.hlo import Array, Instruction, Module, executions
 from jaxtrain.plan.read.shapes import LocalShapes
 
 TINY_BYTES = LARGE_BYTES = 1 << 20
@@ -272,16 +272,17 @@ def _attention_flags(module: Module) -> list[Flag]:
 def _loop_flags(module: Module) -> list[Flag]:
     """Loops of which only the data say how often they turn: a GPU copies the condition to the host in every turn."""
     paths, flags = module.paths(), []
-    for loop in (i for i in module.nodes.values() if i.opcode == "while" and i.computation in paths):
-        if module.trip_count(loop) is None:
-            runs = sum(math.prod(outer.trips or 1 for outer in path) for path in paths[loop.computation])
-            frames = module.stack(loop.frame)
-            where = f", {frames[0].file.rpartition('jaxtrain/')[2]}:{frames[0].line}" if frames else ""
-            text = (
-                f"{loop.name} runs {runs:.0f} times a step, its data say how many turns each takes (counted here: 1), and "
-                f"every turn waits for the host [{_tail(loop.op_name)}{where}]"
-            )
-            flags.append(Flag("data-dependent loop", text, 0))
+    for computation in module.computations.values():
+        runs = sum(map(executions, paths.get(computation.id, ())))
+        for loop in computation.instructions:
+            if runs and loop.opcode == "while" and module.trip_count(loop) is None:
+                frames = module.stack(loop.frame)
+                where = f", {frames[0].file.rpartition('jaxtrain/')[2]}:{frames[0].line}" if frames else ""
+                text = (
+                    f"{loop.name} runs {runs:.0f} times a step, its data say how many turns each takes (counted here: 1), and "
+                    f"every turn waits for the host [{_tail(loop.op_name)}{where}]"
+                )
+                flags.append(Flag("data-dependent loop", text, 0))
     return flags
 
 

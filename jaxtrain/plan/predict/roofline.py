@@ -57,11 +57,11 @@ def needs_kernel(module: Module, instruction: Instruction) -> bool:
 
 def cost(module: Module, instruction: Instruction) -> Cost:
     """What one instruction needs; what it calls is counted with it, but for loops, branches and calls."""
-    inner, operands = module.unwrapped(instruction), module.operands(instruction)
     if not needs_kernel(module, instruction):
         return Cost()
+    inner = module.unwrapped(instruction)
     if inner.opcode == "custom-call" and "fmha" in inner.target:
-        return _attention(inner, operands)
+        return _attention(inner, module.operands(instruction))
     return Cost(products(module, inner), bytes=touched_bytes(module, instruction))
 
 

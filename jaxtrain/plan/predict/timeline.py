@@ -63,24 +63,21 @@ class Timeline:
     times: dict[int, float]
     strips: dict[str, tuple[Span, ...]]
     strip_s: dict[str, float]
-    uncounted_loops: int  # loops whose number of iterations is not known before they run
 
 
 def simulate(
     module: Module,
     collectives: list[Collective],
     links: Links,
-    unknown_trips: int = 1,
     busy: Mapping[str, float] | None = None,
 ) -> Timeline:
     """The timeline of a scheduled program.
 
     Args:
       collectives: those of the program.
-      unknown_trips: iterations of loops whose number only their data say.
       busy: for the loops in `module.shares`, the share of cases in which any device runs it: the others wait for it.
     """
-    simulation = _Simulation(module, {c.id: c for c in collectives}, links, unknown_trips, busy or {})
+    simulation = _Simulation(module, {c.id: c for c in collectives}, links, busy or {})
     simulation.run(module.computations[module.entry])
     simulation.launch(0.0, 0.0)
     total = simulation.total
@@ -102,7 +99,6 @@ def simulate(
         times=times,
         strips=strips,
         strip_s=strip_s,
-        uncounted_loops=len(simulation.uncounted_loops),
     )
 
 
@@ -134,9 +130,8 @@ class _Loop:
 
 
 class _Simulation:
-    def __init__(self, module, collectives, links, unknown_trips, busy):
-        self.module, self.collectives, self.links, self.unknown_trips = module, collectives, links, unknown_trips
-        self.rates, self.busy = links.rates, busy
+    def __init__(self, module, collectives, links, busy):
+        self.module, self.collectives, self.links, self.rates, self.busy = module, collectives, links, links.rates, busy
         self.now = self.launches = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)  # link -> when it is free
         self.pending: dict[int, tuple[float, int | None]] = {}  # start -> when it ends, which collective
@@ -145,7 +140,6 @@ class _Simulation:
         self.costs: dict[int, tuple[str, float, float]] = {}
         self.spans: list[Span] = []
         self.loops: list[_Loop] = []
-        self.uncounted_loops: set[int] = set()
 
     def run(self, computation: Computation) -> None:
         """Advances by one execution of a computation."""
@@ -172,8 +166,7 @@ class _Simulation:
     def _loop(self, instruction: Instruction) -> None:
         trips = self.module.trip_count(instruction)
         if trips is None:
-            self.uncounted_loops.add(instruction.id)
-            trips = self.unknown_trips
+            trips = 1
         if "known_trip_count" not in instruction.config:
             self._ask(trips + 1)
         computation = self.module.computations[instruction.called[0]]
@@ -205,11 +198,11 @@ class _Simulation:
         """Waits for the host, if it needed longer for its launches since a moment than the device for all that it did."""
         late = start + (self.launches - launched) * self.rates.host_kernel_s - self.now
         if late > 0:
-            self._advance("launch", late, None)
+            self._pass("launch", late, "waiting for the host")
 
     def _ask(self, turns: float) -> None:
         """Waits for the host to read from the device, so many times, whether a loop goes on or which branch is taken."""
-        self._advance("launch", turns * self.rates.host_loop_s, None)
+        self._pass("launch", turns * self.rates.host_loop_s, "waiting for the host")
 
     def _start(self, instruction: Instruction) -> None:
         key = instruction.id
@@ -260,12 +253,14 @@ class _Simulation:
         self._advance(kind, seconds, instruction)
 
     def _advance(self, kind, seconds, instruction) -> None:
+        busy = max((end for link, end in self.free.items() if link != "host"), default=0.0) - self.now
+        if busy > 0:  # slowed as long as a collective runs beside it
+            seconds += min(seconds * (self.rates.slowed - 1), busy * (1 - 1 / self.rates.slowed))
+        self._pass(kind, seconds, instruction.op_name or instruction.opcode)
+
+    def _pass(self, kind, seconds, name) -> None:
         if not seconds:
             return
-        busy = max((end for link, end in self.free.items() if link != "host"), default=0.0) - self.now
-        if instruction and busy > 0:  # slowed as long as a collective runs beside it
-            seconds += min(seconds * (self.rates.slowed - 1), busy * (1 - 1 / self.rates.slowed))
-        name = instruction.op_name or instruction.opcode if instruction else "waiting for the host"
         self._span("compute", kind, name, self.now, self.now + seconds)
         self.total[kind] += seconds
         self.now += seconds

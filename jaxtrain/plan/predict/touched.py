@@ -25,13 +25,10 @@ def touched_bytes(module: Module, instruction: Instruction) -> float:
     if inner.opcode in _SLICES:
         return 2 * out + sum(sizes[1:])
     if inner.opcode in _UPDATES:
-        return _written(module, inner) + sum(sizes[1:])
+        return _updated(module, inner) + sum(sizes[1:])
     if inner.opcode == "fusion":
         body = module.computations[inner.called[0]]
-        read = _read(module, body)
-        return sum(min(size, read.get(number, 0)) for number, size in enumerate(sizes)) + sum(
-            _written(module, part, body) for part in _results(module, body.root)
-        )
+        return sum(_read(module, body)) + sum(_written(module, part) for part in _results(module, body.root))
     return sum(sizes) + out
 
 
@@ -39,17 +36,19 @@ def _results(module: Module, root: Instruction) -> list[Instruction]:
     return module.operands(root) if root.opcode == "tuple" else [root]
 
 
-def _written(module: Module, result: Instruction, body: Computation | None = None) -> float:
-    """Bytes written for a result: all, but of an operand that is updated in place the new values. A scatter that combines them
-    with the old ones reads those as well."""
+def _written(module: Module, result: Instruction) -> float:
+    """Bytes written for a result of a fusion: all, but of an operand that is updated in place the new values."""
     update = result
     while update.opcode in _VIEWS and update.operands:
         update = module.nodes[update.operands[0]]
-    place = _UPDATES.get(update.opcode)
-    if place is None or body and not _in_place(module, update):
-        return result.bytes
+    in_place = update.opcode in _UPDATES and _in_place(module, update)
+    return _updated(module, update) if in_place else result.bytes
+
+
+def _updated(module: Module, update: Instruction) -> float:
+    """Bytes of new values that are written in place. A scatter that combines them with the old ones reads those as well."""
     combined = 2 if update.opcode == "scatter" else 1
-    return combined * module.nodes[update.operands[place]].bytes
+    return combined * module.nodes[update.operands[_UPDATES[update.opcode]]].bytes
 
 
 def _in_place(module: Module, update: Instruction) -> bool:
@@ -60,8 +59,8 @@ def _in_place(module: Module, update: Instruction) -> bool:
     return target.opcode == "parameter"
 
 
-def _read(module: Module, body: Computation) -> dict[int, float]:
-    """Parameter of a fusion -> bytes that are read of it. An operation computes what its users need, so that needs are followed
+def _read(module: Module, body: Computation) -> list[float]:
+    """Bytes that are read of each parameter of a fusion. An operation computes what its users need, so that needs are followed
     from the results to the parameters: the share of an array that is needed, or the slices that are taken."""
     needed: collections.Counter = collections.Counter({body.root.id: 1.0})  # share of the array
     for i in _users_first(module, body):
@@ -75,7 +74,7 @@ def _read(module: Module, body: Computation) -> dict[int, float]:
             else:
                 part = share
             needed[operand.id] += part
-    return {i.parameter: min(1.0, needed[i.id]) * i.bytes for i in body.instructions if i.opcode == "parameter"}
+    return [min(1.0, needed[i.id]) * i.bytes for i in body.instructions if i.opcode == "parameter"]
 
 
 def _users_first(module: Module, body: Computation) -> list[Instruction]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.plan.read import groups
-from jaxtrain.plan.read.hlo import Array, Computation, Instruction, Loop, Module
+from jaxtrain.plan.read.hlo import Array, Computation, Instruction, Loop, Module, executions
 
 KINDS = (
     "all-gather",
@@ -125,7 +125,7 @@ def _record(module, computation, position, inner, loops, mesh_shape, products) -
         axes=groups.group_axes(joined, mesh_shape),
         group_size=members,
         loops=loops,
-        executions=round(math.prod(1 if loop.trips is None else loop.trips for loop in loops)),
+        executions=round(executions(loops)),
         asynchronous=asynchronous,
         hidden_by=hidden_by,
         fusions=len(kernels) - len(hidden_by),

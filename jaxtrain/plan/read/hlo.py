@@ -13,7 +13,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxtrain.plan.read import groups
 from jaxtrain.plan.read.protobuf import Fields, fields, number, numbers, text
@@ -105,18 +105,18 @@ class Instruction:
     @property
     def contracting_dims(self) -> tuple[int, ...]:
         """Dimensions of the left operand of a matrix product that are summed over; () for what is none."""
-        if self.opcode == "dot":
-            return numbers(fields(self.message.get(30, [b""])[-1]), 1)
-        dims = self.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
-        return tuple(map(int, dims.get("lhs_contracting_dimensions", ())))
+        return self._left_dims(1, "lhs_contracting_dimensions")
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
         """Dimensions of the left operand of a matrix product that the right one and the result have as well."""
+        return self._left_dims(3, "lhs_batch_dimensions")
+
+    def _left_dims(self, field: int, name: str) -> tuple[int, ...]:
         if self.opcode == "dot":
-            return numbers(fields(self.message.get(30, [b""])[-1]), 3)
+            return numbers(fields(self.message.get(30, [b""])[-1]), field)
         dims = self.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
-        return tuple(map(int, dims.get("lhs_batch_dimensions", ())))
+        return tuple(map(int, dims.get(name, ())))
 
     def part(self, index: tuple[int, ...]) -> Array | None:
         """The array at a place in its nested tuple; None for what is no array."""
@@ -276,6 +276,11 @@ class Loop:
 
     body: str
     trips: float | None
+
+
+def executions(loops: Iterable[Loop]) -> float:
+    """How often what is inside these loops runs."""
+    return math.prod(1 if loop.trips is None else loop.trips for loop in loops)
 
 
 _COMPARISONS = ("LT", "LE", "GT", "GE", "NE", "EQ")

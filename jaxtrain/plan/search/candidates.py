@@ -21,7 +21,7 @@ from jaxtrain.model import inventory
 from jaxtrain.model.attention.limits import cudnn_refusal
 from jaxtrain.model.mlp import GATED
 from jaxtrain.plan import compile
-from jaxtrain.plan.predict import closed_form, overhead, roofline
+from jaxtrain.plan.predict import closed_form, overhead
 from jaxtrain.plan.search.advice import Change
 from jaxtrain.remat.activations import kept_activations
 from jaxtrain.train.optimizer import STATE_NAMES
@@ -126,7 +126,7 @@ def seconds(config: ml_collections.ConfigDict, topology: compile.Topology, close
     scores = 12 * tokens * config.data.seq_len_tokens * m.num_layers * m.num_heads * m.head_dim
     windows = m.sliding_window_tokens and unfused == 1.0
     compute += unfused * (scores if windows else attention) * forward / peak
-    links = roofline.Links(topology.gpu, topology.per_node, closed.mesh, rates)
+    links = topology.links(closed.mesh)
     waited = hidden = 0.0
     for axes, size in closed.axis_bytes().items():
         on_wire = size / links.rate(tuple(axes.split("+")))
@@ -209,8 +209,7 @@ def _candidates(config, topology, all_settings: Iterable[dict[str, Any]]) -> Ite
             continue
         if sum(closed.host.values()) <= HOST_SHARE * topology.gpu.host_memory_bytes:
             change = Change(tuple(settings.items()), "other")
-            links = roofline.Links(topology.gpu, topology.per_node, closed.mesh)
-            estimated = sum(overhead.overhead(trial, closed, links).values())
+            estimated = sum(overhead.overhead(trial, closed, topology.links(closed.mesh)).values())
             yield Candidate(change, closed.total, estimated, seconds(trial, topology, closed))
 
 

@@ -35,10 +35,11 @@ WORTH_SAYING = 0.02  # of the step's time or FLOPs
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A layout as compiled. `reason`: what speaks for or against it."""
+    """A layout as compiled. `reason`: what speaks for or against it; `headroom_bytes`: negative where it does not fit."""
 
     settings: dict[str, Any]
     peak_bytes: int
+    headroom_bytes: int
     step_s: float
     exposed_s: float
     tokens_per_s: float
@@ -101,10 +102,10 @@ class _Search:
 
     def missing(self, candidate: Candidate) -> int:
         """Bytes that a layout lacks, 0 or less if it fits."""
-        usable, result = self.topology.gpu.memory_bytes - candidate.estimated, self.results.get(str(candidate.change))
+        result = self.results.get(str(candidate.change))
         if result and result.peak_bytes:
-            return result.peak_bytes - usable
-        return candidate.bytes + max(0, self._error(candidate)) - usable
+            return -result.headroom_bytes
+        return candidate.bytes + max(0, self._error(candidate)) + candidate.estimated - self.topology.gpu.memory_bytes
 
     def _error(self, candidate: Candidate) -> int:
         """The least by which the compiler needed more than the formula: for layouts of its kind, or else of its policy."""
@@ -176,10 +177,10 @@ def _compiled(config, topology, candidate: Candidate) -> Result:
     try:
         plan = study(changed(config, candidate.change), topology)
     except ConfigError as error:
-        return Result(settings, 0, 0.0, 0.0, 0.0, 0.0, False, error.problems[0])
+        return Result(settings, 0, 0, 0.0, 0.0, 0.0, 0.0, False, error.problems[0])
     t, fits = plan.timeline, plan.verdict != "does not fit"
     if fits:
-        waited = dict(plan.communication.axis_waited_s) | {"the host": t.host_s}
+        waited = dict(plan.communication.axis_waited_s) | {"the host": t.host_s + t.launch_s}
         parts = [f"{plan.headroom_bytes / 2**30:.1f} GiB left"]
         parts += [f"waits {100 * s / t.step_s:.0f}% for {what}" for what, s in waited.items() if s > WORTH_SAYING * t.step_s]
         if plan.recomputed_flops > WORTH_SAYING:
@@ -188,7 +189,8 @@ def _compiled(config, topology, candidate: Candidate) -> Result:
             parts.append(f"{host / 2**30:.1f} GiB on the host")
     else:
         parts = [f"{-plan.headroom_bytes / 2**30:.1f} GiB too much"]
-    return Result(settings, plan.peak_bytes, t.step_s, t.exposed_s, plan.tokens_per_s, plan.mfu, fits, "; ".join(parts))
+    found = plan.peak_bytes, plan.headroom_bytes, t.step_s, t.exposed_s, plan.tokens_per_s, plan.mfu, fits
+    return Result(settings, *found, "; ".join(parts))
 
 
 def _key(config, topology, change: Change) -> str:

@@ -98,12 +98,12 @@ def room(plan: Plan) -> str:
 def _verdict(plan: Plan) -> Section:
     title = (
         f"{plan.verdict.capitalize()}: {gib(plan.peak_bytes)} GiB of {gib(plan.gpu.memory_bytes)} GiB a GPU, and "
-        f"{gib(sum(plan.estimated.values()))} GiB estimated beside it, {room(plan)}"
+        f"{gib(plan.estimated_bytes)} GiB estimated beside it, {room(plan)}"
     )
     notes = ()
     if plan.verdict != "does not fit" and plan.peak_bytes > 0.75 * plan.gpu.memory_bytes:
-        inside = plan.peak_bytes + plan.estimated.get("cudnn", 0)  # of the heap
-        outside = plan.peak_bytes + sum(plan.estimated.values()) - inside
+        cudnn = plan.estimated.get("cudnn", 0)
+        inside, outside = plan.peak_bytes + cudnn, plan.estimated_bytes - cudnn  # the heap
         share = min(0.98, inside / plan.gpu.memory_bytes + 0.01, 1 - outside / plan.gpu.memory_bytes)
         notes = (f"jax takes 75% of a GPU by default: run with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}",)
     return Section("verdict", title, notes=notes, style=STYLES[plan.verdict])
@@ -129,8 +129,8 @@ def _memory(plan: Plan) -> Table:
         rows.append((ROWS[row], compiled, gib(formula[row]) if row in formula else "-", largest))
     rows.append(("XLA's heap" if ledger else "all of these", gib(ledger.total) if ledger else "", gib(plan.closed.total), ""))
     rows += [(f"{overhead.ROWS[row]} (estimated)", "", gib(size), "") for row, size in plan.estimated.items()]
-    estimated = sum(plan.estimated.values())
-    rows.append(("all", gib(ledger.total + estimated) if ledger else "", gib(plan.closed.total + estimated), ""))
+    compiled = gib(ledger.total + plan.estimated_bytes) if ledger else ""
+    rows.append(("all", compiled, gib(plan.closed.total + plan.estimated_bytes), ""))
     return Table(("", ">compiled", ">by formula", "of it"), rows, (*keys, "", *(None for _ in plan.estimated), ""))
 
 

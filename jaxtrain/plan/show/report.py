@@ -30,10 +30,10 @@ def show(plan: Plan, found: Sequence[Alternative], console: Console) -> None:
 
 
 def drawn(table: Table, no_wrap: bool = False) -> rich.table.Table:
-    """A table for a terminal; the last row is bold where it is a sum."""
+    """A table for a terminal; rows that are sums are bold."""
     result = rich.table.Table(box=None, pad_edge=False)
     for title in table.columns:
         result.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=no_wrap)
     for number, row in enumerate(table.rows):
-        result.add_row(*map(Text, row), style="bold" if table.keys[number:] == ("",) else "")
+        result.add_row(*map(Text, row), style="bold" if table.keys and table.keys[number] == "" else "")
     return result
