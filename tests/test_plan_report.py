@@ -15,12 +15,13 @@ from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
 from jaxtrain.config import ConfigError
+from jaxtrain.page import svg
 from jaxtrain.plan import compile, fallback
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.predict import closed_form, overhead
 from jaxtrain.plan.read import collectives, memory
 from jaxtrain.plan.search import advice, compare
-from jaxtrain.plan.show import content, data, drawings, page, pipeline, report
+from jaxtrain.plan.show import content, data, page, pipeline, report
 
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
 
@@ -98,7 +99,7 @@ def test_page_is_self_contained_and_whole():
     for title in ("Memory of a GPU", "Memory over the step", "Communication", "Forward:", "Backward:", "Largest 20 buffers"):
         assert title in words
     widths = [float(attributes["width"]) for tag, attributes in tags.seen if tag == "rect"]
-    assert len(widths) > 100 and all(0 <= width <= drawings.WIDTH for width in widths)
+    assert len(widths) > 100 and all(0 <= width <= svg.WIDTH for width in widths)
 
 
 def test_everything_drawn_has_a_color():
