@@ -292,6 +292,17 @@ def test_steps_compile_for_gpus(name):
     assert "cudnn$fmha" in compiled.text
 
 
+@pytest.mark.slow
+@needs_plugin
+@pytest.mark.plan
+@pytest.mark.parametrize("name", ["activations on the host", "pipeline=8", "expert=8"])
+def test_layouts_compile_for_gpus(name):
+    """In float32 at full precision, on 8 GPUs; tests of plans and of attention compile what the other layouts are made of."""
+    small = layers.layout_configs(8)[name]
+    compiled = compiler.compile_step(small, compiler.Topology(gpus.by_key("h200"), 1, 8))
+    assert small.precision.compute_dtype == "float32" and compiled.collectives
+
+
 def test_models_are_those_of_the_presets():
     """Cut in depth where their name says so; all settings are valid, small ones too."""
     for name, preset, layers_ in (("llama3_1b", "llama3_1b", 16), ("8B wide", "llama3_8b", 4), ("mixture", "qwen3_30b_a3b", 2)):
