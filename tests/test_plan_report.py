@@ -23,6 +23,8 @@ from jaxtrain.plan.read import collectives, memory
 from jaxtrain.plan.search import advice, compare
 from jaxtrain.plan.show import content, data, page, pipeline, report
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
 
 
@@ -38,7 +40,6 @@ def test_sums_are_bold():
     assert {row.style for row in report.drawn(content.Table(("", ">GiB"), [("a", "1")])).rows} == {""}
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_report():
@@ -95,7 +96,6 @@ def test_everything_drawn_has_a_color():
     assert {name for name in classes if not re.search(rf"\.{name}\b[ ,]", style) and not name.endswith(ends)} == set()
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_advice_compiles_what_it_says():
@@ -109,7 +109,6 @@ def test_advice_compiles_what_it_says():
     assert advice.alternatives(tight, before, limit_s=0) == ()
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_command_writes_files(tmp_path, capsys):
@@ -119,7 +118,6 @@ def test_command_writes_files(tmp_path, capsys):
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_compare(capsys):
@@ -143,7 +141,6 @@ def test_what_cannot_be_compared_is_refused():
             compare.values_of(text)
 
 
-@pytest.mark.slow
 def test_without_the_plugin():
     """On the eight fake CPU devices of the tests."""
     small = tiny.config(mesh__fsdp=4, mesh__tensor=2, optimizer__name="adamw")
