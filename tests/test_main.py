@@ -646,7 +646,7 @@ def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_
         assert "no checkpoint is saved, nor any deleted, until a step is fine again" in run.log
         assert saved_steps(workdir) == [5, 10, 11]
     run = train(place, workdir, "checkpoint.restore_step=10")
-    assert run.code == 0 and "11 is later than checkpoint.restore_step: moved to " in run.log, run.log
+    assert run.code == 0 and "11 is later than the step gone back to: moved to " in run.log, run.log
     assert run.summary["started_from_step"] == 10
     jax.tree.map(np.testing.assert_array_equal, straight.state, run.state)
     assert {path.name for path in (workdir / "checkpoints" / "set_aside").iterdir()} == {"11-1", "11-1.metrics.jsonl"}

@@ -25,7 +25,7 @@ from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
-from jaxtrain.errors import Stopped, UserError
+from jaxtrain.errors import Stopped
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
@@ -38,6 +38,7 @@ from jaxtrain.runtime import control, joining, machine, shared_folder, startup, 
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
+from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, with_ema
@@ -84,8 +85,9 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
         if first_process and not (finished and (workdir / "config.json").exists()):
             start.record(steps_done)
         with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
-            keeper = Keeper(checkpointer, lock, start.facts)
-            session = _Session(config, program, corpus, keeper, writer, step_compiled, steps_done)
+            recovery = Recovery(config, workdir, start, steps_done)
+            keeper = Keeper(checkpointer, lock, start.facts, recovery.facts)
+            session = _Session(config, program, corpus, keeper, writer, step_compiled, recovery)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -105,9 +107,9 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, writer, step_compiled, start: int):
-        self.config, self.program, self.corpus = config, program, corpus
-        self.keeper, self.writer, self.step_compiled, self.start = keeper, writer, step_compiled, start
+    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, writer, step_compiled, recovery: Recovery):
+        self.config, self.program, self.corpus, self.keeper = config, program, corpus, keeper
+        self.writer, self.step_compiled, self.recovery, self.start = writer, step_compiled, recovery, recovery.steps_done
         tokens = config.data.global_batch_rows * config.data.seq_len_tokens
         self.throughput = Throughput(tokens)
         self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
@@ -133,8 +135,7 @@ class _Session:
         stop.begin(config.runtime.grace_s)
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
-        batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        self.data_metrics = DataMetrics(self.corpus, batches, config.data.global_batch_rows, config.data.seq_len_tokens)
+        self._read_from(self.start)
         bar = Progress(
             num_steps,
             self.start,
@@ -143,26 +144,24 @@ class _Session:
             enabled=jax.process_index() == 0,
             peak_of="fp8" if self.product_dtype == "fp8" else "",
         )
-        pending = None  # the step launched last, whose metrics are still on the devices
+        step, pending = self.start, None  # pending: the step launched last, whose metrics are still on the devices
         try:
             with bar:
-                for step in range(self.start + 1, num_steps + 1):
-                    if not stop.proceed():
-                        break
-                    batch = next(batches)
-                    batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
-                    rate = np.float32(learning_rate(config, steps_done=step - 1))
-                    state, metrics = self.step_compiled(state, batch, rate)
-                    if pending:
-                        self._finish(*pending, bar)
+                while step < num_steps and stop.proceed():
+                    step += 1
+                    state, metrics = self._launch(state, step)
+                    ruined = pending and self._finish(*pending, bar)
                     pending = (step, metrics)
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
                     save_now = self.keeper.due(step, last)
-                    if evaluate_now or save_now:
-                        self._finish(*pending, bar)
+                    if not ruined and (evaluate_now or save_now):
+                        ruined = self._finish(*pending, bar)
                         pending = None
                         self.throughput.pause()
+                    if ruined:
+                        state, step, pending = *self._roll_back(state, ruined), None
+                        continue
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
@@ -181,9 +180,35 @@ class _Session:
             self.keeper.save_after_error(state, pending, self.start)
             raise
         finally:
-            batches.close()
+            self.batches.close()
         self.keeper.finish(num_steps)
         return state
+
+    def _launch(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Starts a step on the devices, with the next batch."""
+        batch = next(self.batches)
+        batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
+        rate = np.float32(learning_rate(self.config, steps_done=step - 1))
+        return self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
+
+    def _read_from(self, step: int) -> None:
+        """Has the batches of the steps after `step` read ahead; those that rollbacks have skipped are left out."""
+        config, skipped = self.config, self.recovery.skipped_batches
+        self.batches = train_batches(config, self.corpus, self.program.train_rows(), step + skipped)
+        data = config.data
+        self.data_metrics = DataMetrics(self.corpus, self.batches, data.global_batch_rows, data.seq_len_tokens, skipped)
+
+    def _roll_back(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        """The state of a good checkpoint and its step, after step `step` was one too many."""
+        self.batches.close()
+        self.throughput.pause()
+        state, good = self.recovery.back(state, step, self.keeper)
+        self.writer.rewind(good)
+        figures = {"event": "rollback", "from_step": step, "skipped_batches": self.recovery.skipped_batches}
+        self.writer.write(good, figures)
+        self.start = min(self.start, good)
+        self._read_from(good)
+        return state, good
 
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""
@@ -194,8 +219,12 @@ class _Session:
         self.keeper.wait()
         raise stop.error(f"step {step} was the last", self.keeper.newest())
 
-    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
-        """Waits for a step's metrics, shows and writes them when due, and stops a run whose steps are all skipped."""
+    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> int:
+        """Waits for a step's metrics, shows and writes them when due.
+
+        Returns the step if it was one bad step too many, so that the run is to be rolled back, else 0. Raises UserError if it
+        ends with it.
+        """
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
         metrics = {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
@@ -204,17 +233,8 @@ class _Session:
         if metrics["targets"] == 0:
             log.warning("Step %d: the batch has no target token; loss and gradient are 0", step)
         self.keeper.finished(step, int(metrics["skipped_in_row"]))
-        if metrics["skipped_in_row"]:
-            log.warning(
-                "Step %d: the gradient is not finite (norm %s); the update is skipped, %d in a row",
-                step,
-                metrics["grad_norm"],
-                metrics["skipped_in_row"],
-            )
-        limit = self.config.optimizer.max_nonfinite_steps
-        stop = metrics["skipped_in_row"] >= limit
-        every = self.config.train.log_every_steps
-        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or stop:
+        bad, every = self.recovery.spikes.judge(step, metrics), self.config.train.log_every_steps
+        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or bad:
             rate = self.throughput.recent()
             shown = {
                 "loss": metrics["loss"],
@@ -232,11 +252,10 @@ class _Session:
             bar.update(step, shown)
         else:
             bar.update(step)
-        if stop:
-            raise UserError(
-                f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
-                f"are those before the first of them. {self.keeper.advice()}"
-            )
+        if bad:
+            log.warning("Step %d: %s", step, bad.text)
+            self.writer.write(step, {"event": bad.event, **bad.figures})
+        return step if bad and self.recovery.reacts(step, bad, self.keeper) else 0
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Held-out loss of the weights after `step`, and of their moving average."""
@@ -265,7 +284,7 @@ class _Session:
         peak, what = peak_memory_bytes()
         return {
             "steps": int(state.step),
-            "started_from_step": self.start,
+            "started_from_step": self.recovery.steps_done,
             "final_loss": self.last_metrics.get("loss"),
             "final_eval_loss": self.last_eval.get("eval_loss"),
             "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
@@ -278,6 +297,7 @@ class _Session:
             "peak_memory_bytes": peak,
             "peak_memory_of": what,
             "skipped_steps": int(state.skipped),
+            "rollbacks": self.recovery.count,
             "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
