@@ -157,11 +157,11 @@ def batches(planted=(), left_out=()):
 
         def __next__(self):
             while True:
-                batch, place, self.place = next(self.inner), self.place, self.place + 1
-                if place not in left_out:
+                batch, at, self.place = next(self.inner), self.place, self.place + 1
+                if at not in left_out:
                     break
             odd = {"tokens": np.full_like(batch["tokens"], 255), "targets": np.full_like(batch["targets"], 255)}
-            return batch | odd if place in planted else batch
+            return batch | odd if at in planted else batch
 
     return Planted
 

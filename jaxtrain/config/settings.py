@@ -305,6 +305,22 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "take, before the run ends.",
             low=30,
         ),
+        "slow_step_factor": Setting(
+            10.0,
+            "A step that takes so many times the median of those before it is slow: every process writes its stacks into "
+            "WORKDIR/slow_steps; 0: never. Compilation, evaluation and saving do not count.",
+            low=0.0,
+        ),
+        "slow_step_min_s": Setting(60.0, "No step is slow that takes less.", above=0.0),
+        "on_slow_step": Setting(
+            "dump", "dump: stacks are written and the step may end; stop: the run ends, too.", choices=("dump", "stop")
+        ),
+        "check_replicas_every_steps": Setting(
+            0,
+            "Every so many steps, and before each save: compare what several devices hold copies of, by a sum of their bits; a "
+            "difference names device and array and ends the run. 0: not.",
+            low=0,
+        ),
         "grace_s": Setting(
             300,
             "After SIGTERM, SIGUSR1 or Ctrl-C: how long finishing a step and saving it may take; give less than the "

@@ -34,10 +34,11 @@ from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import control, joining, machine, shared_folder, startup, stop
+from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
+from jaxtrain.train.replicas import Damaged, Replicas
 from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
@@ -119,6 +120,7 @@ class _Session:
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.eval_step = control.compiled_together(program.eval_step)
+        self.replicas = Replicas(config.runtime.check_replicas_every_steps, program.abstract_state, program.layout.mesh)
 
     @functools.cached_property
     def eval_bytes(self) -> dict[str, int]:
@@ -135,6 +137,8 @@ class _Session:
         stop.begin(config.runtime.grace_s)
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
+        folder = self.recovery.workdir / "slow_steps"
+        self.slow_steps = slow_steps.SlowSteps(config.runtime, folder, jax.process_index(), jax.process_count())
         self._read_from(self.start)
         bar = Progress(
             num_steps,
@@ -155,10 +159,11 @@ class _Session:
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
                     save_now = self.keeper.due(step, last)
+                    metrics |= self.replicas.launch(step, state, evaluate_now or save_now)
                     if not ruined and (evaluate_now or save_now):
                         ruined = self._finish(*pending, bar)
                         pending = None
-                        self.throughput.pause()
+                        self._pause()
                     if ruined:
                         state, step, pending = *self._roll_back(state, ruined), None
                         continue
@@ -174,19 +179,22 @@ class _Session:
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
             raise stop.error("", self.keeper.newest()) from None
-        except Stopped:
+        except (Stopped, Damaged):
             raise
         except Exception:
-            self.keeper.save_after_error(state, pending, self.start)
+            self.keeper.save_after_error(state, pending, self.start, self.replicas.agree)
             raise
         finally:
             self.batches.close()
+            self.slow_steps.close()
         self.keeper.finish(num_steps)
         return state
 
     def _launch(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """Starts a step on the devices, with the next batch."""
+        self.slow_steps.waits_for(step, slow_steps.DATA)
         batch = next(self.batches)
+        self.slow_steps.waits_for(step, slow_steps.LAUNCH)
         batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
         rate = np.float32(learning_rate(self.config, steps_done=step - 1))
         return self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
@@ -201,7 +209,7 @@ class _Session:
     def _roll_back(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         """The state of a good checkpoint and its step, after step `step` was one too many."""
         self.batches.close()
-        self.throughput.pause()
+        self._pause()
         state, good = self.recovery.back(state, step, self.keeper)
         self.writer.rewind(good)
         figures = {"event": "rollback", "from_step": step, "skipped_batches": self.recovery.skipped_batches}
@@ -210,10 +218,16 @@ class _Session:
         self._read_from(good)
         return state, good
 
+    def _pause(self) -> None:
+        """What follows is no training, its time does not count."""
+        self.throughput.pause()
+        self.slow_steps.pause()
+
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
         if self.keeper.due(step, last=True) and step > self.start:
+            self.replicas.require_equal(step, self.replicas.launch(step, state, also=True), self.keeper.newest)
             self.keeper.judge(step, sound(state.params))
             self.keeper.save(step, state, {})
         self.keeper.wait()
@@ -225,8 +239,11 @@ class _Session:
         Returns the step if it was one bad step too many, so that the run is to be rolled back, else 0. Raises UserError if it
         ends with it.
         """
+        self.slow_steps.waits_for(step, slow_steps.DEVICES)
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
+        self.slow_steps.finished(step)
+        self.replicas.require_equal(step, metrics, self.keeper.newest)
         metrics = {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
         self.throughput.finished()
         self.last_metrics = metrics

@@ -30,11 +30,12 @@ class Recovery:
     """What a run does about bad steps, and the place in the data that follows from it.
 
     Attributes:
-      steps_done: steps that this process began with; spikes: the rule.
+      workdir: the run's; steps_done: steps that this process began with; spikes: the rule.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, start: Start, steps_done: int):
-        self._config, self._path, self._start, self.steps_done = config, workdir / FILE, start, steps_done
+        self._config, self._path, self._start = config, workdir / FILE, start
+        self.workdir, self.steps_done = workdir, steps_done
         self.spikes = Spikes(config, start.found.get("spikes", ()))
         saved, on_disk = start.found.get("rollbacks", []), self._on_disk()
         longer = max(saved, on_disk, key=len)  # the file lacks what came from elsewhere, checkpoints what came after them

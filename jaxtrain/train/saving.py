@@ -108,12 +108,19 @@ class Keeper:
             self._checkpointer.save(step, state, self._facts | self._more(), evaluation)
             self._failing = False
 
-    def save_after_error(self, state: TrainState, pending: tuple[int, dict[str, Any]] | None, start: int) -> None:
+    def save_after_error(
+        self,
+        state: TrainState,
+        pending: tuple[int, dict[str, Any]] | None,
+        start: int,
+        agrees: Callable[[TrainState], bool] = lambda state: True,
+    ) -> None:
         """Saves what a run of one process has reached that ends with an error, if the state is whole and its steps were fine.
 
         Args:
           pending: the last step and its metrics, if these have not been looked at.
           start: steps that the run began with.
+          agrees: state -> whether its copies on several devices are equal, as far as that is checked.
         """
         if jax.process_count() > 1:  # a save takes all processes, which may be elsewhere, and are to learn of the error at once
             return
@@ -124,7 +131,7 @@ class Keeper:
                 self.finished(pending[0], int(pending[1]["skipped_in_row"]))
             if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
                 return
-            self.judge(step, sound(state.params))
+            self.judge(step, sound(state.params) and agrees(state))
         except Exception:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
