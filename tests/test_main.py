@@ -719,8 +719,10 @@ def test_mesh_that_does_not_fit_the_devices(place, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(place, straight):
+    """Copies of the state are compared, and found equal."""
     workdir = place / "processes"
     command_line = [sys.executable, "-m", "jaxtrain.main", f"--config={place}/tiny.py", f"--workdir={workdir}"]
+    command_line += ["--config.runtime.check_replicas_every_steps=5"]
     launcher = [sys.executable, str(ROOT / "scripts/launch_local.py"), "-n", "2", "--devices-per-process=4", "--"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     result = subprocess.run(
@@ -734,5 +736,5 @@ def test_two_processes_give_the_losses_of_one(place, straight):
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     summary = json.loads((workdir / "summary.json").read_text())
     assert "2 processes" in summary["devices"] and summary["mesh"] == straight.summary["mesh"]
-    assert result.stderr.count("step 20/20") == 1
+    assert result.stderr.count("step 20/20") == 1 and result.stderr.count("Copies are compared every 5 steps") == 1
     assert len(list((workdir / "tensorboard").iterdir())) == 1

@@ -1,17 +1,23 @@
-"""Loss spikes: the rule, and skipping, rolling back and stopping in a real run, also over a kill."""
+"""Loss spikes: the rule; in real runs skipping, rolling back, also over a kill; a stall of data; copies that differ."""
 
 import json
-import pathlib
+import time
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from test_main import interrupt_at, place, train  # noqa: F401  (place: a fixture)
+from test_main import place, train  # noqa: F401  (place: a fixture)
+from test_replicas import flipped, with_leaf
 
+from jaxtrain.checkpoint.manager import saved_steps
 from jaxtrain.config import default_config
 from jaxtrain.config.validate import problems
 from jaxtrain.errors import UserError
+from jaxtrain.runtime.slow_steps import DATA
 from jaxtrain.train import loop
+from jaxtrain.train.optimizer import learning_rate
+from jaxtrain.train.replicas import Replicas
 from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.spikes import Bad, Spikes
 
@@ -146,7 +152,7 @@ SHORT = ("train.num_steps=12", "eval.every_steps=0", "data.holdout_fraction=0", 
 RULE = ("train.spike_window_steps=8", "train.spike_norm_factor=2.5", "checkpoint.save_every_steps=3")
 
 
-def batches(planted=(), left_out=()):
+def batches(planted=(), left_out=(), late=()):
     """In place of loop.train_batches: a byte that no text has, at these places in the data; without those left out."""
     original = loop.train_batches
 
@@ -160,6 +166,7 @@ def batches(planted=(), left_out=()):
                 batch, at, self.place = next(self.inner), self.place, self.place + 1
                 if at not in left_out:
                     break
+            time.sleep(2.5 * (at in late))
             odd = {"tokens": np.full_like(batch["tokens"], 255), "targets": np.full_like(batch["targets"], 255)}
             return batch | odd if at in planted else batch
 
@@ -174,7 +181,9 @@ def skipping(place):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def rolled_back(place):  # noqa: F811
-    return train(place, place / "rollback", *SHORT, *RULE, "train.on_spike=rollback", train_batches=batches({7}))
+    slow = "runtime.slow_step_factor=3", "runtime.slow_step_min_s=0.5"
+    planted = batches({7}, late={12})
+    return train(place, place / "rollback", *SHORT, *RULE, *slow, "train.on_spike=rollback", train_batches=planted)
 
 
 def events(run):
@@ -212,15 +221,44 @@ def test_a_rollback_goes_on_past_the_batches_of_the_spike(place, rolled_back):  
 def test_batches_stay_skipped_over_a_restart(place, tmp_path, rolled_back, stop):  # noqa: F811
     """Stopped before a checkpoint says what was skipped, and after."""
     both, passed = (*SHORT, *RULE, "train.on_spike=rollback"), []
-    rate = interrupt_at(stop)
 
     def second_time(config, steps_done):
         passed.append(steps_done)
-        return rate(config, steps_done if passed.count(steps_done) > 1 or steps_done > 8 else 0)
+        if steps_done == stop and passed.count(8) > 1:
+            raise KeyboardInterrupt
+        return learning_rate(config, steps_done)
 
     first = train(place, tmp_path / "run", *both, train_batches=batches({7}), learning_rate=second_time)
     assert first.code == 130 and events(first) == [(6, "rollback")], first.log
     again = train(place, tmp_path / "run", *both, train_batches=batches({7}))
     assert again.code == 0 and f"Continuing from the checkpoint of step {stop // 3 * 3}" in again.log, again.log
     jax.tree.map(np.testing.assert_array_equal, again.state, rolled_back.state)
-    assert json.loads(pathlib.Path(tmp_path / "run" / "rollbacks.json").read_text()) == [[6, 2]]
+    assert json.loads((tmp_path / "run" / "rollbacks.json").read_text()) == [[6, 2]]
+
+
+def test_a_late_batch_is_told(rolled_back):
+    """Step 11 waits for place 12 of the data, 2.5 s."""
+    text = (rolled_back.workdir / "slow_steps" / "11-process-0.txt").read_text()
+    assert text.startswith(DATA) and "in __next__" in text
+    assert "step 11 has taken " in rolled_back.log and f"process 0 waits for {DATA}. Stacks: " in rolled_back.log
+    assert "ended after " in rolled_back.log
+
+
+@pytest.mark.slow
+def test_a_run_whose_copies_differ_saves_nothing_more(place, tmp_path):  # noqa: F811
+    """One bit of one device's copy, before the save of step 6; the check is due at it though not at its number."""
+    original, name = Replicas.launch, "params/blocks/mlp/up/kernel"
+
+    def launch(check, step, state, also=False):
+        device = jax.devices()[5]
+        bad = with_leaf(state, name, lambda leaf: flipped(leaf, device)) if step == 6 else state
+        return original(check, step, bad, also)
+
+    with mock.patch.object(Replicas, "launch", launch):
+        settings = "train.on_spike=skip", "runtime.check_replicas_every_steps=4"
+        run = train(place, tmp_path / "run", *SHORT, *RULE, *settings)
+    assert run.code == 1 and "Copies are compared every 4 steps and before each save: " in run.log, run.log
+    assert "error: step 6: copies of the state differ (runtime.check_replicas_every_steps)" in run.log
+    assert f"  device 5 of process 0 (host 0): {name}\n" in run.log
+    assert "the same command goes on from the checkpoint of step 3" in run.log
+    assert saved_steps(run.workdir) == [3] and "Traceback" not in run.log
