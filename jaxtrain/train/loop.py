@@ -227,7 +227,7 @@ class _Session:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
         if self.keeper.due(step, last=True) and step > self.start:
-            self.replicas.require_equal(step, self.replicas.launch(step, state, also=True), self.keeper.newest)
+            self.replicas.require_equal(step, self.replicas.launch(step, state, also=True), self.keeper.saved)
             self.keeper.judge(step, sound(state.params))
             self.keeper.save(step, state, {})
         self.keeper.wait()
@@ -243,7 +243,7 @@ class _Session:
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
         self.slow_steps.finished(step)
-        self.replicas.require_equal(step, metrics, self.keeper.newest)
+        self.replicas.require_equal(step, metrics, self.keeper.saved)
         metrics = {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
         self.throughput.finished()
         self.last_metrics = metrics

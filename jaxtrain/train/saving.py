@@ -169,6 +169,11 @@ class Keeper:
         self._first_bad, self._postponed = 0, False
         return state
 
+    def saved(self) -> int | None:
+        """The newest step with a checkpoint when what is being saved is complete."""
+        self.wait()
+        return self.newest()
+
     def finish(self, step: int) -> None:
         """The end of the run. Raises UserError if its weights could not be saved because steps were being skipped."""
         self._checkpointer.wait()
