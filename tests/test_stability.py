@@ -235,6 +235,7 @@ def test_batches_stay_skipped_over_a_restart(place, tmp_path, rolled_back):  # n
     assert json.loads((tmp_path / "run" / "rollbacks.json").read_text()) == [[6, 2]]
 
 
+@pytest.mark.slow
 def test_a_late_batch_is_told(rolled_back):
     """Step 11 waits for place 12 of the data, 2.5 s."""
     text = (rolled_back.workdir / "slow_steps" / "11-process-0.txt").read_text()
