@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {
     0: "errors config hardware page parallel.axes parallel.head_layout parallel.context_layout remat.activations "
     "pipeline.schedule model.attention.limits model.layer_spec config.validate parity.shrink checkpoint.hf.config_json "
-    "checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows",
+    "checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows observe.loggers",
     1: "runtime parallel remat",
     2: "model",
     3: "pipeline data checkpoint",

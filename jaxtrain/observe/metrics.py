@@ -18,33 +18,43 @@ import pathlib
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.observe.loggers import Background
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Appends rows to metrics.jsonl and, on request, scalars to WORKDIR/tensorboard; each row is on disk when `write` returns.
 
     Rows of steps after `resume_step` (0: all), from before an interruption, are dropped first: the run computes them again.
-    TensorBoard hides its own by the same rule.
+    TensorBoard hides its own by the same rule. `loggers` (`observe.loggers`) get each row, too, and end with this.
 
     Raises:
       UserError: the folder cannot be written to (now or later, as when the disk is full), with the path.
     """
 
-    def __init__(self, workdir: str | pathlib.Path, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True):
+    def __init__(
+        self,
+        workdir: str | pathlib.Path,
+        tensorboard: bool = True,
+        resume_step: int = 0,
+        *,
+        enabled: bool = True,
+        loggers: Sequence[Background] = (),
+    ):
         self._file = self._events = None
+        self._loggers = loggers
         self._kept: dict[str, Any] = {}  # the last row with "tokens" from before an interruption
         self._path, self._tensorboard, self._enabled = pathlib.Path(workdir) / "metrics.jsonl", tensorboard, enabled
         self.rewind(resume_step)
 
     def rewind(self, resume_step: int) -> None:
         """Begins anew after a step that is gone back to: rows of later ones are dropped."""
-        self.close()
+        self._close_files()
         if not self._enabled:
             return
         with _user_errors(self._path):
@@ -72,8 +82,15 @@ class MetricsWriter:
             self._file.flush()
         if self._events:
             self._events.write(row["step"], values)
+        for logger in self._loggers:
+            logger.write(row["step"], row)
 
     def close(self) -> None:
+        self._close_files()
+        for logger in self._loggers:
+            logger.close()
+
+    def _close_files(self) -> None:
         for resource in (self._file, self._events):
             if resource is not None:
                 with contextlib.suppress(OSError):  # a failed flush was reported when it was first tried
@@ -163,7 +180,7 @@ def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [(_parse(line), line) for line in lines if line.strip()]
     if broken := sum(row is None for row, _ in rows):
-        logger.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
+        _log.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
     kept = [line for row, line in rows if row is not None and row["step"] <= resume_step and resume_step]
     if len(kept) != len(lines) or broken:
         _replace(path, "".join(line + "\n" for line in kept))
