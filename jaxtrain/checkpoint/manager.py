@@ -297,22 +297,19 @@ class Checkpointer:
         try:
             yield
         except arrays.WRITE_ERRORS as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> UserError:
-        reason, (step, _) = arrays.reason(error), self._saving
-        control.await_verdict(RuntimeError(reason))  # another process may have failed, and left this one's save without it
-        writer, self._writer, self._saving, self._newest = self._writer, None, None, 0
-        with contextlib.suppress(Exception):
-            writer.close()
-        if jax.process_index() == 0:  # a full disk needs the space, and the half is of no use
-            files.remove_unfinished([files.unfinished_folder(self._root, step)])
-        kept = [candidate for candidate in files.steps(self._root) if candidate != step]
-        return UserError(
-            f"the checkpoint of step {step} could not be written to {self._root / str(step)}: {reason}\n"
-            f"Complete checkpoints that remain: {', '.join(map(str, kept)) or 'none'}. Make room or make the folder "
-            "writable, then give the same command again to continue from the newest."
-        )
+            reason, (step, _) = arrays.reason(error), self._saving
+            control.await_verdict(RuntimeError(reason))  # another process may have failed, and left this one's save without it
+            writer, self._writer, self._saving, self._newest = self._writer, None, None, 0
+            with contextlib.suppress(Exception):
+                writer.close()
+            if jax.process_index() == 0:  # a full disk needs the space, and the half is of no use
+                files.remove_unfinished([files.unfinished_folder(self._root, step)])
+            kept = [candidate for candidate in files.steps(self._root) if candidate != step]
+            raise UserError(
+                f"the checkpoint of step {step} could not be written to {self._root / str(step)}: {reason}\n"
+                f"Complete checkpoints that remain: {', '.join(map(str, kept)) or 'none'}. Make room or make the folder "
+                "writable, then give the same command again to continue from the newest."
+            ) from error
 
 
 def restore_params(
