@@ -19,8 +19,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 # of a config knows the limits of every room, the loop drives all of them.
 FLOORS = {
     0: "errors config hardware parallel.axes parallel.head_layout parallel.context_layout remat.activations pipeline.schedule "
-    "model.attention.limits model.layer_spec config.validate parity.shrink checkpoint.hf.config_json checkpoint.hf.family "
-    "checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows",
+    "model.attention.limits model.moe.limits model.layer_spec config.validate parity.shrink checkpoint.hf.config_json "
+    "checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows",
     1: "runtime parallel remat",
     2: "model",
     3: "pipeline data checkpoint",

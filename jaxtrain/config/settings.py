@@ -265,6 +265,13 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "these that can honour every setting.",
             choices=("auto", "cudnn", "blockwise", "reference"),
         ),
+        "experts": Setting(
+            "auto",
+            "How experts' products are computed. kernel: grouped products, one kernel for all experts of a device (GPU, "
+            "bfloat16; on a CPU run as a plain program, for tests). loop: over blocks of rows of one expert. auto: kernel on a "
+            "GPU where it can honour every setting, else loop.",
+            choices=("auto", "kernel", "loop"),
+        ),
         "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS.", location=True),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
         "process_id": Setting(-1, "This process, from 0; -1: JAX_PROCESS_ID.", low=-1),
