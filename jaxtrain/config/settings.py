@@ -261,9 +261,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "fake_devices": Setting(0, "CPU devices per process to pretend, on a machine without accelerators; 0: one.", low=0),
         "attention": Setting(
             "auto",
-            "cudnn (GPU, bfloat16), blockwise (any, holds no T x T scores), reference (holds them), or auto: the first of "
-            "these that can honour every setting.",
-            choices=("auto", "cudnn", "blockwise", "reference"),
+            "cudnn (GPU, bfloat16), flash (kernels for a GPU, bfloat16; on a CPU run as plain programs, for tests), blockwise "
+            "(any, holds no T x T scores), reference (holds them), or auto: the first of these that can honour every setting.",
+            choices=("auto", "cudnn", "flash", "blockwise", "reference"),
         ),
         "experts": Setting(
             "auto",

@@ -342,7 +342,7 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}; for a trial of so few "
             f"steps set {short}"
         )
-    for backend, refusal in (("cudnn", cudnn_refusal), ("blockwise", blockwise_refusal)):
+    for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
     if config.runtime.experts == "kernel" and (reason := experts_refusal(config)):

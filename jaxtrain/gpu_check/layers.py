@@ -70,7 +70,7 @@ def _experts(setup: Setup, way: str, load: str) -> Comparison:
         chosen = choose(config, setup.platform, getattr(setup.devices[0], "compute_capability", None))
     except ConfigError as error:
         refusal = error.problems[0].partition(": ")[2].partition("; ")[0]
-    execution = Execution(group_layout(setup, 1), jnp.bfloat16, experts=chosen)
+    execution = Execution(group_layout(setup, 1), jnp.bfloat16, experts=chosen, interpret=setup.platform == "cpu")
     names = ("gate", "up", "down")
 
     def inputs():

@@ -29,6 +29,7 @@ class Execution:
       prefetch: `overlap.prefetch`.
       exchange_factor, exchange_rounds: of tokens with their experts' devices; see `moe.dispatch.sizes`.
       experts: how experts' products are computed; see `moe.limits.choose`.
+      interpret: kernels written in Pallas run as plain programs, as on a CPU.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Execution:
     exchange_factor: float = 1.0
     exchange_rounds: int = 1
     experts: str = "loop"
+    interpret: bool = False
 
 
 def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Device) -> Execution:
@@ -59,4 +61,5 @@ def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Dev
         config.memory.expert_buffer_factor,
         config.overlap.expert_rounds,
         choose_experts(config, device.platform, getattr(device, "compute_capability", None)),
+        device.platform == "cpu",
     )

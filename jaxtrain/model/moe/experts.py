@@ -40,7 +40,7 @@ from jaxtrain.parallel.collectives import axis_index
 from jaxtrain.parallel.parameters import ComputeParameter, is_compute_parameter
 from jaxtrain.remat.policy import named
 
-WAYS = {"loop": loop, "kernel": kernel, "interpreted": kernel}  # by `Execution.experts`
+WAYS = {"loop": loop, "kernel": kernel}  # by `Execution.experts`
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
 # Matrices [E, D, F] of gate, up and down, or of up and down, with their biases.
 Weights = list[tuple[ComputeParameter, ComputeParameter | None]]
@@ -72,10 +72,11 @@ class Experts(nnx.Module):
         largest = rows * min(length, capacity(model, row_length)) if model.capacity_factor else None
         tokens, k = rows * length, model.experts_per_token
         exchange = execution.exchange_factor, execution.exchange_rounds
-        s = sizes(execution.layout, tokens, k, model.num_experts, exchange, largest, execution.experts != "loop")
+        s = sizes(execution.layout, tokens, k, model.num_experts, exchange, largest, execution.experts == "kernel")
         linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
         weights = [(linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()) for linear in linears]
-        settings = Settings(s, Activation(model.mlp, model.swiglu_limit), execution.matmul, execution.experts)
+        activation = Activation(model.mlp, model.swiglu_limit)
+        settings = Settings(s, activation, execution.matmul, execution.experts, execution.interpret)
         with jax.named_scope("experts"):
             found = named("routes", dispatch_plan, assignments.experts.reshape(tokens, k), s)
             y = _run(settings, x.reshape(tokens, width), assignments.weights.reshape(tokens, k), weights, found)

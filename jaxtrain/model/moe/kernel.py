@@ -65,12 +65,12 @@ def gradients(settings, weights, arrived_dy, arrived, hidden, grads):
 
 def _product(settings, inputs, weights, blocks, transposed=False):
     with blocks.scope():
-        return grouped_matmul.product(inputs, weights, blocks.expert, transposed, settings.way == "interpreted")
+        return grouped_matmul.product(inputs, weights, blocks.expert, transposed, settings.interpret)
 
 
 def _gradient(settings, left, right, blocks, sums):
     with blocks.scope():
-        return grouped_matmul.gradient(left, right, blocks.first, sums, blocks.source.shape[1], settings.way == "interpreted")
+        return grouped_matmul.gradient(left, right, blocks.first, sums, blocks.source.shape[1], settings.interpret)
 
 
 def _by_row(vectors, blocks):

@@ -38,8 +38,10 @@ def gpu_refusal(config: ml_collections.ConfigDict, compute_capability: str | Non
 
 
 def choose(config: ml_collections.ConfigDict, platform: str, compute_capability: str | None = None) -> str:
-    """How experts' products are computed for `runtime.experts` on a platform: "kernel", "interpreted" (kernels as plain
-    programs, on a CPU) or "loop". Raises ConfigError when kernels are asked for and cannot."""
+    """How experts' products are computed for `runtime.experts` on a platform: "kernel" or "loop".
+
+    Raises ConfigError when kernels are asked for and cannot.
+    """
     on_gpu = platform in ("gpu", "cuda")
     problem = refusal(config) or (gpu_refusal(config, compute_capability) if on_gpu else None)
     wanted = config.runtime.experts
@@ -47,4 +49,4 @@ def choose(config: ml_collections.ConfigDict, platform: str, compute_capability:
         raise ConfigError([f"runtime.experts: kernel cannot honour {problem}; use auto or loop"])
     if wanted == "loop" or problem or (wanted == "auto" and not on_gpu):
         return "loop"
-    return "kernel" if on_gpu else "interpreted"
+    return "kernel"

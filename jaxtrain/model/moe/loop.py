@@ -20,12 +20,13 @@ from jaxtrain.remat.policy import named
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static. way: `Execution.experts`."""
+    """Static. way, interpret: `Execution.experts` and `Execution.interpret`."""
 
     sizes: Sizes
     activation: Activation
     matmul: Matmul
     way: str = "loop"
+    interpret: bool = False
 
 
 def hidden(settings, weights, arrived) -> list[jax.Array]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 
-from jaxtrain.model.moe.dispatch import EVEN_ROWS
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.read.hlo import Instruction
 
 
-def rows(call: Instruction) -> int | None:
-    """Rows of evenly loaded experts; None for another kernel."""
-    found = re.search(rf"\b{EVEN_ROWS}(\d+)", call.op_name)
+def number_in(scope: str, call: Instruction) -> int | None:
+    """The number that a call's scope of this name ends with; None without such a scope."""
+    found = re.search(rf"\b{scope}(\d+)", call.op_name)
     return int(found[1]) if found else None
 
 
