@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import inspect
 import logging
 import os
@@ -191,8 +192,7 @@ def lowering_for(compute_capability: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(cudnn, "check_compute_capability", can))
         if jax.__version_info__ >= (0, 12):
-            from jax._src.pallas.triton import gpu_info
-
+            gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
             number = int(compute_capability.replace(".", ""))
             found = gpu_info.GpuInfo(gpu_version=None, arch_name=compute_capability, compute_capability=number)
             stack.enter_context(mock.patch.object(gpu_info, "get_gpu_info", lambda: found))

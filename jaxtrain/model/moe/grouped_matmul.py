@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 STEP = 64  # of a sum: what is loaded and multiplied at a time
 SUPER = 8  # blocks whose tiles run together, so that they share what they load of the weights
-# Of the output of `product` [columns] and of `gradient` [rows, columns]: see `_tile`.
+# Of the output of `product` [columns; half as many for a sum of two, which would not fit registers on Hopper] and of `gradient`.
 COLUMNS, GRADIENT = 256, (128, 256)
 
 
@@ -34,7 +34,7 @@ def product(
     """
     rows, inner = inputs[0].shape
     outer, block = weights[0].shape[1 if transposed else 2], rows // expert.size
-    tile = (block, _tile(outer, COLUMNS), _tile(inner, STEP))
+    tile = (block, _tile(outer, COLUMNS // len(inputs)), _tile(inner, STEP))
     body = functools.partial(_product, count=len(weights[0]), tile=tile, transposed=transposed)
     grid = expert.size * (outer // tile[1])
     pairs = [x for pair in zip(inputs, weights, strict=True) for x in pair]

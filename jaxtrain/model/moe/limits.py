@@ -12,14 +12,10 @@ WIDTH = 32  # sizes of matrices are multiples of it: tiles that divide them are 
 
 def refusal(config: ml_collections.ConfigDict) -> str | None:
     """The setting that grouped products by a kernel cannot honour on any device, or None."""
-    model, mesh = config.model, config.mesh
-    if not model.num_experts:
-        return f"model.num_experts={model.num_experts} (there are none)"
+    if not config.model.num_experts:
+        return f"model.num_experts={config.model.num_experts} (there are none)"
     if config.precision.products != "compute":
         return f"precision.products={config.precision.products} (its scales are of blocks of rows)"
-    own = model.num_experts // max(mesh.expert, 1) * model.embed_dim * model.expert_mlp_dim // max(mesh.tensor, 1)
-    if own >= 1 << 31:  # places in arrays have 32 bits
-        return f"mesh.expert={mesh.expert} ({own:,} weights in one of a device's arrays; up to {(1 << 31) - 1:,})"
     return None
 
 
