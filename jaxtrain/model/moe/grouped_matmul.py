@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 STEP = 64  # of a sum: what is loaded and multiplied at a time
 SUPER = 8  # blocks whose tiles run together, so that they share what they load of the weights
-# Of the output of `product` [columns; half as many for a sum of two, which would not fit registers on Hopper] and of `gradient`.
+# Of the output of `product` (half for a sum of two, which would not fit registers on Hopper) and of `gradient`.
 COLUMNS, GRADIENT = 256, (128, 256)
 
 
