@@ -15,7 +15,7 @@ from jaxtrain.plan.predict import communication, roofline
 from jaxtrain.plan.read import hlo
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 
 T = 4096
 SMALL = (
@@ -43,7 +43,6 @@ def module(*changes: str) -> hlo.Module:
     return plan.compile_step(configs.load("configs/llama3_1b.py", overrides), "h200:1x2").module
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_no_loop_depends_on_data():
     """Float32 and rings with windows: what neither cuDNN nor kernels do."""
@@ -70,7 +69,6 @@ def test_soft_caps_and_windows_are_kernels():
     assert {c.attention_flops for c in costs} == {score * products for products in (2, 3, 4)}
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_whole_rows_are_cut_into_squares_and_rectangles():
     """A causal half of the scores, and little more: the squares on the diagonal have a mask, the rectangles lengths."""

@@ -17,7 +17,7 @@ from jaxtrain.plan.predict.roofline import cost, needs_kernel
 from jaxtrain.plan.read.collectives import Collective
 from jaxtrain.runtime import compat
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 GIB, MIB = 2**30, 2**20
 LAYERS, D, T, K = 4, 4096, 4096, 2
 # Of 32 layers four, not as many as experts; what is asserted is per layer.
@@ -67,7 +67,6 @@ def many_small_experts() -> compiler.Compiled:
     return compiler.compile_step(config(*changes, preset="qwen3_30b_a3b"), "h200:1x8")
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("compiled, layers", [(step, LAYERS), (many_small_experts, 2)])
 def test_products_are_one_kernel_for_all_experts(compiled, layers):
@@ -88,7 +87,6 @@ def test_products_are_one_kernel_for_all_experts(compiled, layers):
     assert all(c.kernel and c.bytes > 2 * T * model.experts_per_token for c in found)
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_grouped_products_compile_for_blackwell():
     [device] = compiler.describe("b200", 1, 1)
@@ -104,7 +102,6 @@ def test_grouped_products_compile_for_blackwell():
     assert lowered.compile(compiler_options=compiler.NEEDED_OPTIONS).as_text().count("xla.gpu.triton") == 2
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_rows_go_to_experts_and_back_and_their_gradients_likewise():
     """Five times a layer, recomputation included: rows there and back; in the backward rows, gradients there and back."""

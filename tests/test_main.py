@@ -245,6 +245,10 @@ def test_summary_has_the_figures_of_the_run(straight):
     assert summary["tokens_per_s"] > 0 and summary["mfu"] is None  # the peak of a CPU is not known
     assert summary["peak_memory_bytes"] > 1e8 and summary["peak_memory_of"] == "process 0, resident"
     assert 0 < summary["compile_s"] < summary["wall_s"]
+    assert summary["goodput"]["wall_s"] == pytest.approx(summary["wall_s"], abs=3)  # the plots come after it
+    assert (
+        last["tokens"] == NUM_STEPS * 16 * 16 and last["step_p50_s"] <= last["step_max_s"] and last["host_memory_bytes"] > 1e8
+    )
     assert summary["parameters"] == sum(p.size for p in jax.tree.leaves(straight.state.params)) - (384 - 258) * 16 * 2
     assert summary["mesh"] == {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
     assert "8 x fake CPU" in summary["devices"] and summary["versions"]["jax"] == jax.__version__
@@ -332,6 +336,15 @@ def test_continued_run_is_bit_identical(straight, stopped, resumed):
     evaluations = [[(row["step"], row["eval_loss"]) for row in run.rows if "eval_loss" in row] for run in (straight, resumed)]
     assert evaluations[0] == evaluations[1]
     assert resumed.summary["final_loss"] == straight.summary["final_loss"]
+
+
+def test_goodput_is_of_all_tries(resumed):
+    """Steps 11 and 12 were done twice: once for nothing."""
+    found = resumed.summary["goodput"]
+    assert found["tries"] == 2 and sum(found["shares"].values()) == pytest.approx(1, abs=1e-5)
+    seconds = found["seconds"]
+    assert seconds["lost_steps"] > 0 and min(seconds[name] for name in ("step", "start", "compile", "save", "evaluation")) > 0
+    assert resumed.rows[-2]["tokens"] == NUM_STEPS * 16 * 16
 
 
 @pytest.mark.slow

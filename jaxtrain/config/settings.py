@@ -284,6 +284,10 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "heartbeat_timeout_s": Setting(
             60, "Within so long all processes end when one was killed, froze or is cut off from the others.", low=5
         ),
+        "elastic": Setting(
+            False,
+            "Under jaxtrain.supervise: after a failure go on with the processes that are left. Needs a mesh axis of -1.",
+        ),
         "collective_timeout_s": Setting(
             1800,
             "How long a device may wait for others, in the first collective and at NCCL's start too, and how long a step may "

@@ -356,6 +356,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(
             "runtime.deterministic: needs runtime.compile_cache_dir, else another start may take other kernels; set auto"
         )
+    if config.runtime.elastic and -1 not in config.mesh.values():
+        found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes

@@ -26,7 +26,7 @@ def forward(
     """As `blockwise.forward`, but that the output is rounded to q's dtype."""
     cut = _Cut(q, k, mask, settings, BLOCKS)
     with cut.scope(2 * (q.shape[-1] + v.shape[-1])):
-        found = flash_kernels.forward(cut.shape, cut.queries(q), cut.keys(k), cut.keys(v), cut.positions, cut.bounds(0))
+        found = flash_kernels.forward(cut.shape, cut.inputs(q, k, v), cut.positions, cut.bounds(0))
     out, lse = (x[:, : q.shape[1]] for x in found)
     return out.astype(dtype), lse
 
@@ -36,7 +36,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `blockwise.backward`."""
     cut, h, own = _Cut(q, k, mask, settings, (BLOCKS[1],) * 2), q.shape[-1], v.shape[-1]
-    arrays = cut.queries(q), cut.keys(k), cut.keys(v), [cut.queries(x) for x in (saved.g, saved.lse, saved.sums)]
+    arrays = cut.inputs(q, k, v), [_filled(x, cut.sizes[0]) for x in (saved.g, saved.lse, saved.sums)]
     with cut.scope(4 * (h + own)):
         dk, dv = flash_kernels.backward_keys(cut.shape, *arrays, cut.positions, cut.bounds(1))
     with cut.scope(4 * h + 2 * own):
@@ -67,11 +67,9 @@ class _Cut:
         self.rows, self.window = rows, jnp.asarray(mask.window, jnp.int32)
         self.positions = *(x for p in rows for x in (p.index, p.segments)), self.window.reshape(1)
 
-    def queries(self, x):
-        return _filled(x, self.sizes[0])
-
-    def keys(self, x):
-        return _filled(x, self.sizes[1])
+    def inputs(self, q, k, v):
+        """With lengths of whole blocks."""
+        return _filled(q, self.sizes[0]), _filled(k, self.sizes[1]), _filled(v, self.sizes[1])
 
     def scope(self, each):
         """A scope with the FLOPs of a kernel: `each` of a score, on average over layers' windows, a document a row."""

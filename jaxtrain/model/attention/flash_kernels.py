@@ -4,20 +4,24 @@ FlashAttention-2 (Dao 2023) with what cuDNN has no gradients for: soft caps, hea
 keys, windows that differ between layers; the log-sum-exp is given and taken. Each program has one block of queries (or keys) of
 one head and goes over the blocks between two bounds, which are data: what they leave out is neither loaded nor multiplied.
 
-Arrays: q, g, out [B, T, K, G, width], k, v [B, S, K, width], lse, sums [B, T, K, G] float32; index and segments [B, T] and
-[B, S] int32; window [1] int32; bounds [B, blocks] int32. Lengths are multiples of blocks.
+Inputs are q [B, T, K, G, width], k and v [B, S, K, width]; g and the output are like q, lse and sums [B, T, K, G] float32.
+Positions are index and segments of queries [B, T] and of keys [B, S], and the window [1]; bounds are [B, blocks]: int32. Lengths
+are multiples of blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.model.softcap import capped
+
+Arrays = Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,27 +36,30 @@ class Shape:
     interpret: bool
 
 
-def forward(shape: Shape, q, k, v, positions, bounds) -> tuple[jax.Array, jax.Array]:
+def forward(shape: Shape, inputs: Arrays, positions: Arrays, bounds: Arrays) -> tuple[jax.Array, jax.Array]:
     """Output in q's dtype, 0 for a query that sees nothing, and log-sum-exp, -inf for it."""
+    q, _, v = inputs
     b, t, kv_heads, group, _ = q.shape
     out = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
     grid = (t // shape.queries, kv_heads * group, b)
-    return _call(_forward, shape, grid, out)(q, k, v, *positions, *bounds)
+    return _call(_forward, shape, grid, out)(*inputs, *positions, *bounds)
 
 
-def backward_keys(shape: Shape, q, k, v, rows, positions, bounds) -> tuple[jax.Array, jax.Array]:
+def backward_keys(shape: Shape, inputs: Arrays, rows: Arrays, positions: Arrays, bounds: Arrays) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, float32. rows: g, lse (inf for a query that sees nothing) and sums; bounds are of queries."""
+    _, k, v = inputs
     b, s, kv_heads, _ = k.shape
     out = jax.ShapeDtypeStruct(k.shape, jnp.float32), jax.ShapeDtypeStruct(v.shape, jnp.float32)
-    return _call(_backward_keys, shape, (s // shape.keys, kv_heads, b), out)(q, k, v, *rows, *positions, *bounds)
+    return _call(_backward_keys, shape, (s // shape.keys, kv_heads, b), out)(*inputs, *rows, *positions, *bounds)
 
 
-def backward_queries(shape: Shape, q, k, v, rows, positions, bounds, dtype: Any) -> jax.Array:
+def backward_queries(shape: Shape, inputs: Arrays, rows: Arrays, positions: Arrays, bounds: Arrays, dtype: Any) -> jax.Array:
     """The gradient of q in `dtype`, with arguments of `backward_keys` but for the bounds, which are of keys."""
+    q = inputs[0]
     b, t, kv_heads, group, _ = q.shape
     out = jax.ShapeDtypeStruct(q.shape, dtype)
     grid = (t // shape.queries, kv_heads * group, b)
-    return _call(_backward_queries, shape, grid, out)(q, k, v, *rows, *positions, *bounds)
+    return _call(_backward_queries, shape, grid, out)(*inputs, *rows, *positions, *bounds)
 
 
 def _call(body, shape, grid, out):
@@ -96,15 +103,10 @@ def _scores(shape, queries, keys, index, segments, window):
     return jnp.where(seen & (distance >= 0) if shape.causal else seen, scores, -jnp.inf), slope
 
 
-def _place(axis: int, size: int):
+def _forward(shape, *arrays):
     from jax.experimental import pallas
 
-    return pallas.ds(pallas.program_id(axis) * size, size)
-
-
-def _forward(shape, q, k, v, q_index, q_segments, k_index, k_segments, window, low, high, out, lse):
-    from jax.experimental import pallas
-
+    q, k, v, q_index, q_segments, k_index, k_segments, window, low, high, out, lse = arrays
     block, head, row = (pallas.program_id(axis) for axis in range(3))
     own, kv, member = pallas.ds(block * shape.queries, shape.queries), head // q.shape[3], head % q.shape[3]
     queries, width = _load(q, row, own, kv, member), window[0]
@@ -132,16 +134,18 @@ def _forward(shape, q, k, v, q_index, q_segments, k_index, k_segments, window, l
     lse[row, own, kv, member] = jnp.where(some, top + jnp.log(filled), -jnp.inf)
 
 
-def _gradient_of_scores(shape, queries, keys, values, g, own, positions, window):
-    """Of a block: probabilities, and the gradient of the products of queries and keys. own: lse and sums of the queries."""
+def _gradient_of_scores(shape, heads, own, positions, window):
+    """Of a block: probabilities, and the gradient of products of queries and keys. own: lse and sums of the queries."""
+    queries, keys, values, g = heads
     scores, slope = _scores(shape, queries, keys, *positions, window)
     p = jnp.exp(scores - own[0][:, None])
     return p, p * (_dots(g, values) - own[1][:, None]) * slope
 
 
-def _backward_keys(shape, q, k, v, g, lse, sums, q_index, q_segments, k_index, k_segments, window, low, high, dk, dv):
+def _backward_keys(shape, *arrays):
     from jax.experimental import pallas
 
+    q, k, v, g, lse, sums, q_index, q_segments, k_index, k_segments, window, low, high, dk, dv = arrays
     block, kv, row = (pallas.program_id(axis) for axis in range(3))
     at, width = pallas.ds(block * shape.keys, shape.keys), window[0]
     keys, values = _load(k, row, at, kv), _load(v, row, at, kv)
@@ -153,7 +157,7 @@ def _backward_keys(shape, q, k, v, g, lse, sums, q_index, q_segments, k_index, k
         queries, g_own = _load(q, row, own, kv, member), _load(g, row, own, kv, member)
         positions = (q_index[row, own], index), (q_segments[row, own], segments)
         saved = lse[row, own, kv, member], sums[row, own, kv, member]
-        p, ds = _gradient_of_scores(shape, queries, keys, values, g_own, saved, positions, width)
+        p, ds = _gradient_of_scores(shape, (queries, keys, values, g_own), saved, positions, width)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
         dv = tuple(a + _dot(p, x, trans_a=True) for a, x in zip(dv, g_own, strict=True))
         return tuple(a + _dot(ds, x, trans_a=True) for a, x in zip(dk, queries, strict=True)), dv
@@ -166,9 +170,10 @@ def _backward_keys(shape, q, k, v, g, lse, sums, q_index, q_segments, k_index, k
             x[row, at, kv, part] = value
 
 
-def _backward_queries(shape, q, k, v, g, lse, sums, q_index, q_segments, k_index, k_segments, window, low, high, dq):
+def _backward_queries(shape, *arrays):
     from jax.experimental import pallas
 
+    q, k, v, g, lse, sums, q_index, q_segments, k_index, k_segments, window, low, high, dq = arrays
     block, head, row = (pallas.program_id(axis) for axis in range(3))
     own, kv, member = pallas.ds(block * shape.queries, shape.queries), head // q.shape[3], head % q.shape[3]
     queries, g_own, width = _load(q, row, own, kv, member), _load(g, row, own, kv, member), window[0]
@@ -179,7 +184,7 @@ def _backward_queries(shape, q, k, v, g, lse, sums, q_index, q_segments, k_index
         at = pallas.ds(number * shape.keys, shape.keys)
         keys, values = _load(k, row, at, kv), _load(v, row, at, kv)
         positions = (index, k_index[row, at]), (segments, k_segments[row, at])
-        _, ds = _gradient_of_scores(shape, queries, keys, values, g_own, saved, positions, width)
+        _, ds = _gradient_of_scores(shape, (queries, keys, values, g_own), saved, positions, width)
         ds = ds.astype(q.dtype)
         return tuple(a + _dot(ds, x) for a, x in zip(carry, keys, strict=True))
 

@@ -125,6 +125,7 @@ def _add(sums: jax.Array, expert: jax.Array, gradient: jax.Array) -> jax.Array:
 
 
 def take(rows: jax.Array, source: jax.Array) -> jax.Array:
+    """Rows by index; zeros where an index lies beyond them."""
     return rows.at[source].get(mode="fill", fill_value=0)
 
 
