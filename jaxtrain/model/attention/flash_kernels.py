@@ -5,8 +5,8 @@ keys, windows that differ between layers; the log-sum-exp is given and taken. Ea
 one head and goes over the blocks between two bounds, which are data: what they leave out is neither loaded nor multiplied.
 
 Inputs are q [B, T, K, G, width], k and v [B, S, K, width]; g and the output are like q, lse and sums [B, T, K, G] float32.
-Positions are index and segments of queries [B, T] and of keys [B, S], and the window [1]; bounds are [B, blocks]: int32. Lengths
-are multiples of blocks.
+Positions are index and segments of queries [B, T] and of keys [B, S], and the window [1]; bounds are [B, blocks]: int32.
+Lengths are multiples of blocks.
 """
 
 from __future__ import annotations
