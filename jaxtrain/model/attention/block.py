@@ -116,7 +116,7 @@ class Attention(nnx.Module):
             q_grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
             out, lse, cache = self._attend_to_row((q_grouped, k, v), rows, layer, keys)
             out = with_sinks(out, lse, None if self.sinks is None else read(self.sinks).reshape(q_grouped.shape[2:4]))
-        out = out.reshape(q.shape)[..., : self.value_dim]
+        out = out.reshape(*q.shape[:3], -1)[..., : self.value_dim]
         return named("attention_out", row_parallel, out, "BTNH,DNH->BTD", self.out), cache
 
     def _inputs(self, x, rows, layer):
