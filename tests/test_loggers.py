@@ -153,4 +153,4 @@ def test_norms_by_group_add_up():
     offloaded = configs.default_config()
     offloaded.observe.group_norms = True
     offloaded.memory.offload = ("master",)
-    assert any("observe.group_norms: reads the weights" in problem for problem in problems(offloaded))
+    assert any("observe.group_norms: reads weights" in problem for problem in problems(offloaded))

@@ -19,6 +19,7 @@ from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, n
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
+from jaxtrain.model.moe.limits import refusal as experts_refusal
 from jaxtrain.observe.loggers import unknown
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
@@ -344,12 +345,13 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         )
     if config.observe.group_norms and "master" in config.memory.offload:
         found.append(
-            "observe.group_norms: reads the weights on the devices, but memory.offload=master keeps them on the host; leave "
-            "out one of the two"
+            "observe.group_norms: reads weights on devices, memory.offload=master keeps them on the host; drop one"
         )
-    for backend, refusal in (("cudnn", cudnn_refusal), ("blockwise", blockwise_refusal)):
+    for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
+    if config.runtime.experts == "kernel" and (reason := experts_refusal(config)):
+        found.append(f"runtime.experts: kernel cannot honour {reason}; use auto or loop")
     address = config.runtime.coordinator_address
     if address and (reason := address_problem(address)):
         found.append(f"runtime.coordinator_address={address}: {reason}")
