@@ -26,8 +26,8 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity gpu_check",
-    6: "command_line api main supervise train.loop train.conversion convert evaluate generate lm_eval tokenize inspect_data "
-    "tune",
+    6: "command_line api main supervise doctor train.loop train.conversion convert evaluate generate lm_eval tokenize "
+    "inspect_data tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
@@ -249,7 +249,7 @@ def _inside(name: str, room: str) -> bool:
     return name == room or name.startswith(f"{room}.")
 
 
-LIGHT = "config config.validate errors command_line api main supervise generate tune".split()
+LIGHT = "config config.validate errors command_line api main supervise doctor generate tune".split()
 LIGHT += "plan.__main__ parity.__main__ gpu_check.__main__".split()
 
 
