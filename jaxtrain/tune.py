@@ -18,9 +18,9 @@ from jaxtrain.runtime import chatter
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxtrain.page.pieces import Table
     from jaxtrain.plan.compile import Topology
     from jaxtrain.plan.search.search import Result
-    from jaxtrain.plan.show.content import Table
 
 # Settings of a layout as the table shows them; those not in ALWAYS where they differ.
 COLUMNS = {
@@ -113,7 +113,7 @@ def _show(found: Sequence[Result], topology: Topology, console: Console) -> None
 
 def _table(found: Sequence[Result]) -> Table:
     from jaxtrain.observe.progress import percent, quantity
-    from jaxtrain.plan.show.content import Table
+    from jaxtrain.page.pieces import Table
 
     differs = {key for key in COLUMNS if len({str(result.settings[key]) for result in found}) > 1}
     columns = {key: title for key, title in COLUMNS.items() if title.removeprefix(">") in ALWAYS or key in differs}

@@ -39,14 +39,19 @@ class MetricsWriter:
     def __init__(self, workdir: str | pathlib.Path, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True):
         self._file = self._events = None
         self._kept: dict[str, Any] = {}  # the last row with "tokens" from before an interruption
-        self._path = pathlib.Path(workdir) / "metrics.jsonl"
-        if not enabled:
+        self._path, self._tensorboard, self._enabled = pathlib.Path(workdir) / "metrics.jsonl", tensorboard, enabled
+        self.rewind(resume_step)
+
+    def rewind(self, resume_step: int) -> None:
+        """Begins anew after a step that is gone back to: rows of later ones are dropped."""
+        self.close()
+        if not self._enabled:
             return
         with _user_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._kept = _drop_rows(self._path, resume_step)
             self._file = self._path.open("a", encoding="utf-8")
-        if tensorboard:
+        if self._tensorboard:
             self._events = _Events(self._path.parent / "tensorboard", resume_step)
 
     def tokens(self, step: int, tokens_per_step: int) -> int:

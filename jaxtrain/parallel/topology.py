@@ -35,16 +35,16 @@ def show(mesh: Mesh) -> None:
     few = [host for host in counts if ports[host] < max(ports.values())]
     if few:
         log.warning(
-            "%s: %d ports of InfiniBand or RoCE are up, elsewhere %d: a network adapter is missing or down, and all wait for it "
-            "(ibstat, dmesg)",
+            "%s: %d ports of InfiniBand or RoCE are up, elsewhere %d: a network adapter is missing or down, and all wait for "
+            "it (ibstat, dmesg)",
             _names(few),
             ports[few[0]],
             max(ports.values()),
         )
     elif on_gpu and len(counts) > 1 and not any(ports.values()):
         log.warning(
-            "no port of InfiniBand or RoCE is up on any of %d hosts: NCCL sends over TCP, typically 10x slower (in a container: "
-            "is /dev/infiniband passed on?)",
+            "no port of InfiniBand or RoCE is up on any of %d hosts: NCCL sends over TCP, typically 10x slower (in a container: is "
+            "/dev/infiniband passed on?)",
             len(counts),
         )
 
