@@ -43,8 +43,8 @@ def show(mesh: Mesh) -> None:
         )
     elif on_gpu and len(counts) > 1 and not any(ports.values()):
         log.warning(
-            "no port of InfiniBand or RoCE is up on any of %d hosts: NCCL sends over TCP, typically 10x slower (in a container: is "
-            "/dev/infiniband passed on?)",
+            "no port of InfiniBand or RoCE is up on any of %d hosts: NCCL sends over TCP, typically 10x slower (in a "
+            "container: is /dev/infiniband there?)",
             len(counts),
         )
 
