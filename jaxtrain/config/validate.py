@@ -344,9 +344,7 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"steps set {short}"
         )
     if config.observe.group_norms and "master" in config.memory.offload:
-        found.append(
-            "observe.group_norms: reads weights on devices, memory.offload=master keeps them on the host; drop one"
-        )
+        found.append("observe.group_norms: reads weights on devices, memory.offload=master keeps them on the host; drop one")
     for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")

@@ -150,9 +150,7 @@ class _Appended:
         except OSError as error:
             if not self._failing:
                 reason = error.strerror or str(error)
-                _log.error(
-                    "cannot write %s: %s. Training goes on, what is left is written when it can be", self._path, reason
-                )
+                _log.error("cannot write %s: %s. Training goes on, what is left is written when it can be", self._path, reason)
             self._failing = True
             return
         if self._failing:
