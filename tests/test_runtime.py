@@ -470,7 +470,7 @@ def test_weights_wait_for_the_compiler_where_it_times_kernels(platform, order, m
 
     monkeypatch.setattr(loop, "_compile_step", compile_step)
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(platform=platform)])
-    assert loop._compiled_and_begun(default_config(), None, Start(), None) == (("step", 1.0), ("state", 3))
+    assert loop._compiled_and_begun(default_config(), None, Start(), mock.Mock(), mock.Mock()) == (("step", 1.0), ("state", 3))
     assert done == order
 
 
