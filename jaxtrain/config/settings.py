@@ -255,6 +255,13 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
         "tensorboard": Setting(True, "Write TensorBoard events into WORKDIR/tensorboard."),
         "verbose": Setting(False, "Also show what the libraries below print about themselves."),
+        "profile_steps": Setting(
+            (),
+            "First and last step to record with jax's profiler, as 10,13; python -m jaxtrain.profile WORKDIR reads it. Empty: "
+            "none, but SIGUSR2 to a process records its next three.",
+            numbers=True,
+        ),
+        "profile_processes": Setting(("0",), "Processes that record profile_steps, by number; empty: all.", numbers=True),
     },
     "runtime": {
         "platform": Setting("auto", "auto takes a GPU when there is one.", choices=("auto", "cpu", "gpu")),

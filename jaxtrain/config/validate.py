@@ -355,6 +355,13 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         )
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
+    if recorded := config.observe.profile_steps:
+        first, last = (*map(int, recorded), 0)[:2]
+        if len(recorded) != 2 or not 1 <= first <= last <= steps:
+            found.append(
+                f"observe.profile_steps: {','.join(recorded)} are not the first and the last step to record, from 1 to "
+                f"train.num_steps={steps}; write 10,13"
+            )
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
     if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
         found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")

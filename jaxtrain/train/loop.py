@@ -29,6 +29,7 @@ from jaxtrain.errors import Stopped, UserError
 from jaxtrain.hardware import flops
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
+from jaxtrain.observe.profile.record import Recorder
 from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
@@ -86,6 +87,7 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
         with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
             keeper = Keeper(checkpointer, lock, start.facts)
             session = _Session(config, program, corpus, keeper, writer, step_compiled, steps_done)
+            session.recorder = Recorder(_resolved(config, program), workdir, step_compiled, steps_done)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -104,6 +106,8 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
 
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
+
+    recorder: Recorder  # of profiles
 
     def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, writer, step_compiled, start: int):
         self.config, self.program, self.corpus = config, program, corpus
@@ -149,13 +153,18 @@ class _Session:
                 for step in range(self.start + 1, num_steps + 1):
                     if not stop.proceed():
                         break
+                    if self.recorder.begin(step, state):
+                        self.throughput.pause()
                     batch = next(batches)
                     batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
                     rate = np.float32(learning_rate(config, steps_done=step - 1))
-                    state, metrics = self.step_compiled(state, batch, rate)
+                    with self.recorder.step(step):
+                        state, metrics = self.step_compiled(state, batch, rate)
                     if pending:
                         self._finish(*pending, bar)
                     pending = (step, metrics)
+                    if self.recorder.end(step, metrics):
+                        self.throughput.pause()
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
                     save_now = self.keeper.due(step, last)
@@ -181,6 +190,7 @@ class _Session:
             self.keeper.save_after_error(state, pending, self.start)
             raise
         finally:
+            self.recorder.close()
             batches.close()
         self.keeper.finish(num_steps)
         return state
