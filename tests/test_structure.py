@@ -247,7 +247,10 @@ def _inside(name: str, room: str) -> bool:
     return name == room or name.startswith(f"{room}.")
 
 
-LIGHT = "config config.validate errors command_line api main profile generate tune plan.__main__ parity.__main__ gpu_check.__main__".split()
+LIGHT = (
+    "config config.validate errors command_line api main profile generate tune "
+    "plan.__main__ parity.__main__ gpu_check.__main__".split()
+)
 
 
 @pytest.mark.parametrize("module", [*LIGHT, "checkpoint.hf.config_json"])

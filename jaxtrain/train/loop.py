@@ -14,6 +14,7 @@ import os
 import pathlib
 import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -153,18 +154,10 @@ class _Session:
                 for step in range(self.start + 1, num_steps + 1):
                     if not stop.proceed():
                         break
-                    if self.recorder.begin(step, state):
-                        self.throughput.pause()
-                    batch = next(batches)
-                    batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
-                    rate = np.float32(learning_rate(config, steps_done=step - 1))
-                    with self.recorder.step(step):
-                        state, metrics = self.step_compiled(state, batch, rate)
+                    state, metrics = self._launch(step, state, batches)
                     if pending:
                         self._finish(*pending, bar)
                     pending = (step, metrics)
-                    if self.recorder.end(step, metrics):
-                        self.throughput.pause()
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
                     save_now = self.keeper.due(step, last)
@@ -194,6 +187,19 @@ class _Session:
             batches.close()
         self.keeper.finish(num_steps)
         return state
+
+    def _launch(self, step: int, state: TrainState, batches: Iterator[dict[str, np.ndarray]]) -> tuple[TrainState, dict]:
+        """A step on the next batch: its state and metrics, which are on their way. Recorded steps are waited for."""
+        if self.recorder.begin(step, state):
+            self.throughput.pause()
+        batch = next(batches)
+        batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
+        rate = np.float32(learning_rate(self.config, steps_done=step - 1))
+        with self.recorder.step(step):
+            state, metrics = self.step_compiled(state, batch, rate)
+        if self.recorder.end(step, metrics):
+            self.throughput.pause()
+        return state, metrics
 
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""
