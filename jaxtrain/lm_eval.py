@@ -33,14 +33,16 @@ class Harness(TemplateLM):
     """A model for `lm_eval.simple_evaluate(model=...)`.
 
     Args:
-      workdir, overrides, step: see `jaxtrain.generate.Generator`.
+      workdir, overrides, step, ema: see `jaxtrain.generate.Generator`.
     """
 
-    def __init__(self, workdir: str | os.PathLike, overrides: Sequence[tuple[str, Any]] = (), step: int | None = None):
+    def __init__(
+        self, workdir: str | os.PathLike, overrides: Sequence[tuple[str, Any]] = (), step: int | None = None, ema: bool = False
+    ):
         if TemplateLM is object:
             raise UserError("lm_eval is not installed: python -m pip install 'jaxtrain[eval]'")
         super().__init__()
-        self.generator = Generator(workdir, overrides, step)
+        self.generator = Generator(workdir, overrides, step, ema)
         self.max_length = self.generator.config.model.max_len_tokens
 
     @property
@@ -125,6 +127,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--num-fewshot", type=int, default=None, help="examples before each question; default: the task's")
     parser.add_argument("--limit", type=int, default=0, help="questions of each task; 0: all")
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use; default: the newest whole one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--tensor", type=int, default=1, help="devices to spread the model over (default 1)")
     parser.add_argument("--json", default="", help="also write the figures to this file")
     args, rest = parser.parse_known_args(arguments)
@@ -139,7 +142,7 @@ def main(arguments: Sequence[str]) -> None:
     from jaxtrain.observe.progress import setup_logging
 
     setup_logging()
-    harness = Harness(args.workdir, [("mesh.tensor", args.tensor), *overrides], args.step)
+    harness = Harness(args.workdir, [("mesh.tensor", args.tensor), *overrides], args.step, args.ema)
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxtrain import api
 from jaxtrain import config as configs
 from jaxtrain.command_line import command, load_config
+from jaxtrain.observe import clock
 from jaxtrain.runtime import stop
 
 
@@ -29,5 +30,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    clock.count_process_start()
     stop.install()
     command(main, of_a_run=True)

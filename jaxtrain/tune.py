@@ -6,6 +6,7 @@ does not fit is never proposed. The best is written as a config file.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,9 +18,9 @@ from jaxtrain.runtime import chatter
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxtrain.page.pieces import Table
     from jaxtrain.plan.compile import Topology
     from jaxtrain.plan.search.search import Result
-    from jaxtrain.plan.show.content import Table
 
 # Settings of a layout as the table shows them; those not in ALWAYS where they differ.
 COLUMNS = {
@@ -77,14 +78,13 @@ def main(arguments: Sequence[str]) -> None:
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=args.most, what="formulas")
-        found = search.search(
-            config,
-            topology,
-            cache,
-            args.limit_s,
-            args.most,
-            lambda done, of, text: bar.update(task, completed=done, total=of, what=text),
-        )
+
+        def progress(done: int, of: int, text: str) -> None:
+            bar.update(task, completed=done, total=of, what=text)
+            if not bar.console.is_terminal:  # a file shows no bar
+                logging.info("%d of at most %d: %s", done + 1, of, text)
+
+        found = search.search(config, topology, cache, args.limit_s, args.most, progress)
         bar.update(task, what="done")
     _show(found, topology, console)
     fitting = [result for result in found if result.fits]
@@ -113,7 +113,7 @@ def _show(found: Sequence[Result], topology: Topology, console: Console) -> None
 
 def _table(found: Sequence[Result]) -> Table:
     from jaxtrain.observe.progress import percent, quantity
-    from jaxtrain.plan.show.content import Table
+    from jaxtrain.page.pieces import Table
 
     differs = {key for key in COLUMNS if len({str(result.settings[key]) for result in found}) > 1}
     columns = {key: title for key, title in COLUMNS.items() if title.removeprefix(">") in ALWAYS or key in differs}

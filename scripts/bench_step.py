@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxtrain.command_line import command, load_config
 from jaxtrain.errors import UserError
+from jaxtrain.observe.clock import process_age_s
 
 IMPORTED = time.monotonic()
 
@@ -58,9 +59,9 @@ def measure(config, steps: int) -> dict[str, Any]:
 
     from jaxtrain.hardware import flops
     from jaxtrain.hardware import gpus as hardware
+    from jaxtrain.observe.figures import peak_memory_bytes
     from jaxtrain.parallel import mesh
     from jaxtrain.runtime import machine, startup
-    from jaxtrain.train.loop import peak_memory_bytes
     from jaxtrain.train.optimizer import learning_rate
     from jaxtrain.train.program import build_program, random_batch
 
@@ -82,7 +83,7 @@ def measure(config, steps: int) -> dict[str, Any]:
         state, metrics = jax.block_until_ready(step(state, batch, rate))
         times.append(time.monotonic() - started)
         cpu_times.append(time.process_time() - cpu_started)
-        to_first_step_s = to_first_step_s or seconds_since_start()
+        to_first_step_s = to_first_step_s or (process_age_s() or time.monotonic() - IMPORTED)
         losses.append(float(metrics["loss"]))
     tokens = config.data.global_batch_rows * config.data.seq_len_tokens
     median_s = float(np.median(times[1:]))
@@ -115,15 +116,6 @@ def measure(config, steps: int) -> dict[str, Any]:
         "devices": machine.devices_summary(),
         "versions": machine.versions(),
     }
-
-
-def seconds_since_start() -> float:
-    """Seconds since the system started this process; where /proc does not tell, since this script began."""
-    try:
-        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, IndexError, ValueError):
-        return time.monotonic() - IMPORTED
 
 
 def show(figures: dict[str, Any]) -> None:

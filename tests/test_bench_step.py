@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = ["--config=configs/tiny.py", "--config.model.num_layers=1"]
 
@@ -24,7 +26,6 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow
 def test_figures_hang_together(tmp_path):
     file = tmp_path / "bench.json"
     started = time.monotonic()
@@ -47,7 +48,6 @@ def test_figures_hang_together(tmp_path):
     assert f"{figures['step_median_s']:.4f} s median of 4, synchronized" in result.stdout
 
 
-@pytest.mark.slow
 def test_refusals_come_before_the_measurement(tmp_path):
     result = bench(f"--json={tmp_path}/missing/bench.json")
     assert result.returncode == 1 and "its folder does not exist" in result.stderr and "Traceback" not in result.stderr

@@ -394,7 +394,7 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), again)
         assert step == 1 and saved_steps(run_of_three) == [1]
         assert_identical(restored, make_state(1))
-        assert "3 is later than checkpoint.restore_step: moved to " in caplog.text
+        assert "3 is later than the step gone back to: moved to " in caplog.text
         checkpointer.save(3, make_state(30), FACTS | {"again": 1})
     assert {path.name for path in (root / "set_aside").iterdir()} == {"2-1", "3-1", "3-1.metrics.jsonl"}
     with Checkpointer(run_of_three, 1) as checkpointer:

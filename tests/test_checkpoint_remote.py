@@ -179,6 +179,26 @@ def test_a_store_that_cannot_be_written_costs_no_step(url, tmp_path, monkeypatch
     assert "step 2 could not be copied" in caplog.text
 
 
+def test_what_could_not_be_copied_is_tried_again_with_the_next(url, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(data_remote, "RETRIES", 0)
+    push, tries = remote.Store.push, []
+
+    def fails_twice(self, root, step):
+        tries.append(step)
+        if len(tries) <= 2:
+            raise UserError("cannot write there")
+        push(self, root, step)
+
+    monkeypatch.setattr(remote.Store, "push", fails_twice)
+    with open_run(tmp_path / "run", url) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, make_state(step), FACTS)
+            checkpointer.wait()
+            checkpointer._copies._pool.submit(int).result()  # until it has been tried
+    assert tries == [1, 2, 3, 2, 1] and list(remote.Store(url).sizes()) == [1, 2, 3]
+    assert caplog.text.count("could not be copied") == 2
+
+
 @pytest.mark.slow
 def test_copying_holds_up_no_save(url, tmp_path, monkeypatch):
     push, seen = remote.Store.push, []

@@ -23,6 +23,8 @@ from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.train.ema import Ema
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 ROOT = pathlib.Path(__file__).parents[1]
 ON_EIGHT = ("--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.mesh.data=2")
 
@@ -37,7 +39,6 @@ def exported(run, folder, *more):
     return folder
 
 
-@pytest.mark.slow
 def test_import_then_export_is_the_same_to_the_byte(tmp_path):
     run = imported(tmp_path, "qwen3", *ON_EIGHT)
     same_files(exported(run, tmp_path / "one", "--config.mesh.fsdp=1"), GOLDEN / "qwen3")
@@ -48,7 +49,6 @@ def test_import_then_export_is_the_same_to_the_byte(tmp_path):
     assert {dtype for dtype, _ in tensors_of(files).values()} == {"F16"}
 
 
-@pytest.mark.slow
 def test_the_moving_average_is_exported(tmp_path):
     """Here it is twice the weights, of all but the embedding, which has none because it was frozen."""
     folder = imported(tmp_path, "qwen3", "--config.mesh.fsdp=1")
@@ -66,7 +66,6 @@ def test_the_moving_average_is_exported(tmp_path):
         exported(folder, tmp_path / "none", "--ema", "--step=0")
 
 
-@pytest.mark.slow
 def test_refusals(tmp_path, capsys):
     run = imported(tmp_path, "llama_tied")
     with pytest.raises(UserError, match="holds a run already"):
@@ -105,7 +104,6 @@ def test_sizes(text, size):
     assert convert.parse_bytes(text) == size
 
 
-@pytest.mark.slow
 def test_two_processes_of_four_devices_convert_to_the_same_bytes(tmp_path):
     def run(*arguments):
         launch = [sys.executable, str(ROOT / "scripts/launch_local.py"), "-n", "2", "--devices-per-process=4", "--"]

@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
 import kill_table  # noqa: E402
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("kind, kills", [("tokenizing", 3), pytest.param("training", 2, marks=pytest.mark.slow)])
 def test_kills_change_nothing(tmp_path, kind, kills):
     finished, wrong = kill_table.table(kind, tmp_path, kills, random.Random(1))

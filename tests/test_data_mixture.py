@@ -19,6 +19,8 @@ from jaxtrain.data.mixture import Mixture
 from jaxtrain.errors import UserError
 from jaxtrain.train import loop
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 
 def source(weight=1.0, changes=(), epochs=0):
     return types.SimpleNamespace(weight=weight, weight_changes=changes, max_epochs=epochs)
@@ -133,7 +135,6 @@ def two_sources(folder: pathlib.Path, **changes):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes, workers", list(itertools.product((1, 2, 3, 4), (0,))) + [(2, 3), (3, 1), (4, 2)])
 def test_rows_are_equal_for_any_number_of_processes_and_workers(tmp_path, processes, workers):
     config = two_sources(tmp_path)
@@ -153,7 +154,6 @@ def test_rows_are_equal_for_any_number_of_processes_and_workers(tmp_path, proces
     assert [np.concatenate(step).tolist() for step in zip(*parts, strict=True)] == expected
 
 
-@pytest.mark.slow
 def test_a_run_shows_tokens_and_loss_of_each_source_and_set(tmp_path, caplog):
     config = two_sources(tmp_path, train__num_steps=4, train__log_every_steps=2, mesh__fsdp=4, mesh__tensor=2)
     with caplog.at_level(logging.INFO):

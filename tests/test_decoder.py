@@ -10,8 +10,9 @@ from jaxtrain.model.layer_spec import layer_specs, ropes
 from jaxtrain.parallel.parameters import ShardedParameter
 from jaxtrain.train.sampling import Sampling, pick, sample
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
 
-@pytest.mark.slow
+
 def test_causal_and_within_documents_by_gradient():
     """d logits[t] / d embedding[s] is zero for s > t and for other documents, and not zero within one."""
     p = program(config())
@@ -30,7 +31,6 @@ def test_causal_and_within_documents_by_gradient():
     assert moved == seen and len(seen) > 1
 
 
-@pytest.mark.slow
 def test_a_document_alone_or_packed_has_the_same_logits():
     """C06 for the whole model: a document's logits know nothing of its neighbours in the row, nor of its place."""
     p = program(config(mesh__data=2, mesh__tensor=2))
@@ -62,14 +62,12 @@ def test_kinds_of_layers_repeat():
     assert [spec.window for spec in layer_specs(model)] == [0, 7, 7, 0, 7, 7, 0, 7]
 
 
-@pytest.mark.slow
 def test_block_weights_start_different_in_each_layer():
     kernel = host(program(config()).init(0).params)["blocks"]["mlp"]["up"]["kernel"]
     assert np.abs(kernel[0] - kernel[1]).max() > 0.1
     np.testing.assert_allclose(kernel.std(), 0.1, rtol=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -98,7 +96,6 @@ def test_cached_sampling_equals_the_full_forward(changes):
     np.testing.assert_array_equal(got.tokens, rows[:, 4:12])
 
 
-@pytest.mark.slow
 def test_sampling_settings():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 0)
 
@@ -118,7 +115,6 @@ def test_sampling_settings():
     assert shares(temperature=0.5)[0] > 0.62
 
 
-@pytest.mark.slow
 def test_prompts_of_different_lengths_make_one_batch():
     """Each row is drawn as if it were alone, and a tie of seeds gives the same again."""
     p = program(config(data__global_batch_rows=1, model__max_len_tokens=80))
@@ -133,7 +129,6 @@ def test_prompts_of_different_lengths_make_one_batch():
     np.testing.assert_array_equal(stopped.tokens, together[:, :17])
 
 
-@pytest.mark.slow
 def test_sampling_beyond_the_longest_context_is_refused():
     split = program(config(mesh__tensor=2))
     with pytest.raises(ValueError, match="without sharding.sequence_parallel"):

@@ -14,6 +14,8 @@ from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.plan.predict.closed_form import closed_form
 from jaxtrain.train import ema
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 DECAY, FROZEN, STEPS = 0.7, ("embedder.*",), 3
 PIPELINE = dict(model__num_layers=4, mesh__pipeline=2, pipeline__schedule="interleaved", pipeline__virtual_stages=2)
 EXPERTS = dict(model__num_experts=4, model__expert_mlp_dim=16, model__router_bias=True, train__router_bias_rate=0.1)
@@ -40,7 +42,6 @@ def trained(name):
     return p, weights, state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_weighted_mean_of_all_weights_since_the_start(name):
     """On every mesh, of every trained weight, routers' biases too; each lies where its weight lies, in float32."""

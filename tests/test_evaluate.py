@@ -15,6 +15,8 @@ from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
 from jaxtrain.model.batch import Batch
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 TEXTS = (
     "A first document, of one row. " * 2,
     "And another one that is longer than a row of 64 positions, hence cut in two parts.",
@@ -35,7 +37,6 @@ def figures(tmp_path, *arguments):
     return json.loads((tmp_path / "found.json").read_text())
 
 
-@pytest.mark.slow
 def test_the_loss_is_that_of_the_logits_on_every_mesh(texts, tmp_path, caplog):
     program = program_of(GOLDEN / "llama")
     params, total, count = load(program, GOLDEN / "llama"), 0.0, 0
@@ -62,7 +63,6 @@ def test_the_loss_is_that_of_the_logits_on_every_mesh(texts, tmp_path, caplog):
         assert found["eval_bits_per_byte"] > 0 and found["tokens_per_s"] > 0 and "tokens/s" in caplog.text
 
 
-@pytest.mark.slow
 def test_several_sets_by_name(texts, tmp_path):
     sets = {"first": {"paths": (str(texts / "0.txt"),)}, "second": {"paths": (str(texts / "1.txt"),)}}
     overrides = [("data.eval_sources", sets), ("data.paths", (str(texts),)), ("data.seq_len_tokens", 64)]

@@ -11,6 +11,8 @@ from jaxtrain.data import loader
 from jaxtrain.data.corpus import load_corpus
 from jaxtrain.train.evaluation import describe, evaluate
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -25,7 +27,6 @@ def small(folder, **changes):
     return config(data__paths=(str(folder),), data__holdout_fraction=0.6, eval__max_rows=10, **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

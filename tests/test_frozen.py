@@ -12,6 +12,8 @@ from jaxtrain.config import ConfigError
 from jaxtrain.model import inventory
 from jaxtrain.plan.predict.closed_form import closed_form
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 FROZEN = ("embedder.*", "blocks.mlp.*", "blocks.attention.key.kernel", "*_norm.scale")
 PIPELINE = dict(model__num_layers=4, train__accumulation_steps=2, pipeline__schedule="zero_bubble")
 CASES = {
@@ -31,7 +33,6 @@ def gradients(name, frozen):
     return float(metrics["loss"]), float(metrics["grad_norm"]), dict(flat(host(grads)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_the_others_are_as_they_were(name):
     all_loss, _, every = gradients(name, ())
@@ -49,7 +50,6 @@ def compiled(frozen):
     return p, p.train_step.lower(*p.abstract_step_arguments()).compile()
 
 
-@pytest.mark.slow
 def test_a_step_has_neither_moments_nor_gradients_of_them():
     """By the bytes of the compiled step: arguments, temporaries, sums over devices; frozen weights come out as they went in."""
     (whole, all_of_it), (p, step) = compiled(()), compiled(("blocks.mlp.*",))

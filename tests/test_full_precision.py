@@ -11,6 +11,8 @@ from jaxtrain.parallel import mesh
 from jaxtrain.plan import compile
 from jaxtrain.train.program import build_program
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 
 def config(dtype):
     c = default_config()
@@ -28,7 +30,6 @@ def products(dtype):
     return [line for line in text.splitlines() if "dot_general" in line], text
 
 
-@pytest.mark.slow
 def test_only_float32_programs_ask_for_full_precision(monkeypatch):
     lines, _ = products("float32")
     assert len(lines) > 20 and all("precision = [HIGHEST, HIGHEST]" in line for line in lines)
@@ -38,7 +39,6 @@ def test_only_float32_programs_ask_for_full_precision(monkeypatch):
     assert products("bfloat16")[1] == text and "HIGHEST" not in products("float32")[1]
 
 
-@pytest.mark.slow
 @pytest.mark.plan
 def test_no_product_of_float32_is_tf32_on_an_h200():
     text = compile.compile_step(config("float32"), "h200:1x1").text

@@ -44,12 +44,14 @@ def chatty(tmp_path_factory):
     return folder
 
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
+
 def run(capsys, *arguments):
     generate.main([*arguments, FLOAT32])
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss_mxfp4"])
 def test_greedy_tokens_equal_transformers(name):
     program = program_of(GOLDEN / name)
@@ -66,7 +68,6 @@ def test_every_family_is_known():
     assert set(NAMES) >= {"llama", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3"}
 
 
-@pytest.mark.slow
 def test_a_batch_of_prompts_from_a_file(capsys, chatty, tmp_path, caplog):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\ntwo is longer\n")
@@ -106,7 +107,6 @@ def test_every_flag_reaches_the_draw(capsys, chatty, monkeypatch):
     assert out == "\n\n\n"  # each stopped at its first text
 
 
-@pytest.mark.slow
 def test_over_tensor_and_how_fast(capsys, chatty, caplog):
     """The same text from two devices; the speed is that of chunks after the first, which compiles."""
     options = (f"--hf={chatty}", "--prompt=abc", "--max-tokens=40", "--temperature=0.7", "--seed=5")
@@ -117,7 +117,6 @@ def test_over_tensor_and_how_fast(capsys, chatty, caplog):
     assert run(capsys, *options, "--tensor=2") == one
 
 
-@pytest.mark.slow
 def test_stop_strings_and_end_tokens(chatty):
     options = dict(max_tokens=24, temperature=0.0, overrides=[("precision.compute_dtype", "float32")])
     [whole] = generate.generate(chatty, ["abc"], **options)
@@ -134,7 +133,6 @@ def test_generation_config_says_where_to_end(chatty):
     assert end_ids(GOLDEN / "llama") == [stated]
 
 
-@pytest.mark.slow
 def test_chat_goes_through_the_template(chatty, monkeypatch):
     seen = []
     from jaxtrain.train import sampling
@@ -149,7 +147,6 @@ def test_chat_goes_through_the_template(chatty, monkeypatch):
         generate.generate(GOLDEN / "llama", [messages], max_tokens=2)
 
 
-@pytest.mark.slow
 def test_seeds_and_samples(chatty):
     def draw(seed, count=2):
         options = dict(max_tokens=12, temperature=1.0, min_p=0.01)

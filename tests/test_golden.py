@@ -17,6 +17,8 @@ from jaxtrain.parallel import mesh as mesh_lib
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import build_program
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 FOLDER = pathlib.Path(__file__).parent / "golden"
 MODELS = ("llama3", "llama_tied", "qwen3", "gpt2", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3")
 MODELS += ("gemma3", "cohere", "gpt_neox", "gpt_oss")
@@ -106,7 +108,6 @@ def check_gradients(name, ours):
     assert max(errors.values()) < TOLERANCE, {key: error for key, error in errors.items() if not error < TOLERANCE}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients_equal_transformers(name):
     tokens = golden(name)["tokens"]
@@ -120,7 +121,6 @@ def test_logits_loss_and_gradients_equal_transformers(name):
     check_gradients(name, flat(gradients))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", (1, 2))
 def test_thirty_steps_equal_a_plain_torch_adamw_loop(accumulation_steps):
     curve = golden("llama3_curve")

@@ -14,7 +14,7 @@ from jaxtrain.plan.predict import communication
 from jaxtrain.plan.read import hlo
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 
 T = 4096
 SMALL = (
@@ -42,7 +42,6 @@ def module(*changes: str) -> hlo.Module:
     return plan.compile_step(configs.load("configs/llama3_1b.py", overrides), "h200:1x2").module
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("changes", [CAPPED, RING], ids=["capped, windows", "float32, ring, window"])
 def test_no_loop_depends_on_data(changes):
@@ -57,7 +56,6 @@ def test_no_loop_depends_on_data(changes):
     assert wanted <= pairs
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_whole_rows_are_cut_into_squares_and_rectangles():
     """A causal half of the scores, and little more: the squares on the diagonal have a mask, the rectangles lengths."""

@@ -31,6 +31,7 @@ from jaxtrain.parallel.axes import AXES
 from jaxtrain.parity import check as parity
 from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.predict.products import Product
+from jaxtrain.plan.study import study
 from jaxtrain.runtime import compat, machine
 from jaxtrain.train.program import build_program
 
@@ -276,6 +277,32 @@ def test_collectives_compile_for_gpus():
     text = compile_together(setup, [(p.function, p.arguments) for p in every]).as_text()
     for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"):
         assert f" {kind}-start(" in text, kind
+
+
+@pytest.mark.slow
+@needs_plugin
+@pytest.mark.plan
+@pytest.mark.parametrize("name", ["8B wide, remat mlp", "llama3_1b, remat full, deterministic True", "mixture, remat full"])
+def test_steps_compile_for_gpus(name):
+    """On 8 GPUs. The other steps differ from these by settings that tests of plans compile; depth changes no program."""
+    [step] = [step for step in (*models.DENSE, *models.MIXTURE) if step.name == name]
+    config_ = models.config_of(step, 8, False)
+    config_.model.num_layers = 2
+    compiled = compiler.compile_step(config_, compiler.Topology(gpus.by_key("h200"), 1, 8))
+    plan = study(config_, compiled.topology, step.name, compiled)
+    assert 0 < plan.peak_bytes < compiled.topology.gpu.memory_bytes and 0 < plan.timeline.step_s < 5
+    assert "cudnn$fmha" in compiled.text
+
+
+@pytest.mark.slow
+@needs_plugin
+@pytest.mark.plan
+@pytest.mark.parametrize("name", ["activations on the host", "pipeline=8", "expert=8"])
+def test_layouts_compile_for_gpus(name):
+    """In float32 at full precision, on 8 GPUs; tests of plans and of attention compile what the other layouts are made of."""
+    small = layers.layout_configs(8)[name]
+    compiled = compiler.compile_step(small, compiler.Topology(gpus.by_key("h200"), 1, 8))
+    assert small.precision.compute_dtype == "float32" and compiled.collectives
 
 
 def test_models_are_those_of_the_presets():

@@ -17,7 +17,7 @@ from jaxtrain.plan.read.hlo import executions
 from jaxtrain.plan.read.shapes import local_shapes
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
-pytestmark = [pytest.mark.plan, needs_plugin]
+pytestmark = [pytest.mark.plan, needs_plugin, pytest.mark.slow]
 
 L, D, N, K, H, WAYS, ROW = 32, 4096, 32, 8, 128, 8, 131_072
 T = ROW // WAYS
@@ -48,7 +48,6 @@ def attention() -> list[tuple[bool, tuple[int, ...], int]]:
     return found
 
 
-@pytest.mark.slow
 def test_peak():
     """GiB: what it was when this was written, and a little."""
     assert step().assignment.peak_bytes < 30.5 * GIB

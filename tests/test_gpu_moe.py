@@ -13,7 +13,7 @@ from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.predict.closed_form import closed_form
 from jaxtrain.plan.read.collectives import Collective
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 GIB, MIB = 2**30, 2**20
 LAYERS, D, T, K = 4, 4096, 4096, 2
 # Of 32 layers four, not as many as experts; what is asserted is per layer.
@@ -37,7 +37,6 @@ def found() -> list[Collective]:
     return [c for c in step().collectives() if c.executions]
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_rows_go_to_experts_and_back_and_their_gradients_likewise():
     """Five times a layer, recomputation included: rows there and back; in the backward rows, gradients there and back."""

@@ -16,7 +16,7 @@ from jaxtrain.plan import compile as plan
 from jaxtrain.plan.predict import roofline, timeline
 from jaxtrain.plan.read.collectives import Collective
 
-pytestmark = [needs_plugin, pytest.mark.plan]
+pytestmark = [needs_plugin, pytest.mark.plan, pytest.mark.slow]
 STAGES, TENSOR, LAYERS, D, F, T = 4, 2, 16, 2048, 4096, 4096
 SENT = T // TENSOR * D * 2  # bytes of a microbatch of one row between stages, on one device
 
@@ -53,7 +53,6 @@ def across(compiled: plan.Compiled) -> list[Collective]:
     return [c for c in compiled.collectives() if "pipeline" in c.axes]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_memory_grows_with_microbatches_only_for_gpipe(schedule):
     """Of gpipe by what four more microbatches leave in a stage's blocks and in the head; of the others not by a MiB."""
@@ -65,7 +64,6 @@ def test_memory_grows_with_microbatches_only_for_gpipe(schedule):
         assert abs(grown) < 2**20
 
 
-@pytest.mark.slow
 def test_zero_bubble_keeps_pairs_once():
     """What its weight phases multiply is stashed without a second copy: XLA copies a stash that is read after it is written."""
     more = temporaries("zero_bubble", 8) - temporaries("1f1b", 8)

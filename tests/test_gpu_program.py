@@ -23,7 +23,7 @@ from jaxtrain.plan.read import hlo
 from jaxtrain.runtime import machine
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 
 L, D, F, N, K, H, V, T = 32, 4096, 14_336, 32, 8, 128, 128_256, 4096
 BLOCK = [(D, N, H), (D, K, H), (D, K, H), (D, N, H), (D, F), (D, F), (D, F)]  # query, key, value, out, gate, up, down
@@ -90,7 +90,6 @@ def scaled(count: collections.Counter, factor: int) -> dict:
 # Memory.
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("changes", [ZERO_0, (*ZERO_1, *BFLOAT16), ZERO_2, ZERO_3, TENSOR], ids=" ".join)
 def test_argument_bytes_are_those_of_the_shards(changes):
@@ -112,7 +111,6 @@ def test_argument_bytes_are_those_of_the_shards(changes):
 # The best peer, MaxText 0.2.5, on the same work: peak 21.27, 38.99, 22.43 and 82.84 GiB; sent 37.6 (its gradients in bfloat16),
 # 35.9, 49.3 and 118.9; exposed 13.07 (2.11 with XLA's flags set), 10.82, 22.25 and 38.48. The last with 4 microbatches; ours
 # with 8 differs from 4 by token ids and activations of the embedding alone.
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize(
     ("changes", "peak", "wire", "exposed"),
@@ -148,7 +146,6 @@ def _stacks(program: hlo.Module) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize(
     ("changes", "tensor", "elements"),
@@ -187,7 +184,6 @@ def test_attention_is_cudnns(changes):
 # Weights and gradients on the wire.
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize(
     ("changes", "gathers", "sums", "dtype"),
@@ -315,7 +311,6 @@ def test_ring_of_tensor_parallelism():
     assert max(c.operand_bytes for c in collectives if c.kind == "all-reduce") <= 4 * (WHOLE + 10), "norm scales"
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_tensor_parallelism_without_a_ring_moves_activations_by_gather_and_scatter():
     collectives, inside = found(*NO_RING), in_layers(found(*NO_RING))

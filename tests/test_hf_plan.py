@@ -14,6 +14,8 @@ from test_hf_config import EVERY
 from jaxtrain.plan import __main__ as plan
 from jaxtrain.plan import compile
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 ROOT = pathlib.Path(__file__).parents[1]
 # Published parameter counts, in thousands of millions where no exact one is; rows that pad the vocabulary are none here.
 PARAMETERS = {"llama3_8b": 8_030_261_248, "gemma3_1b": 999_885_952, "gpt_oss_20b": 20.91e9, "deepseek_v3_yarn": 671.03e9}
@@ -38,7 +40,6 @@ def test_published_models_are_planned_by_formula(name, tmp_path, monkeypatch, ca
 
 @needs_plugin
 @pytest.mark.plan
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss_mxfp4"])
 def test_a_folder_is_compiled_from_its_config_alone(name, tmp_path):
     shutil.copy(GOLDEN / name / "config.json", tmp_path)

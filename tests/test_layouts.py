@@ -8,6 +8,8 @@ import pytest
 from layouts import LAYOUTS, MODELS, assert_equals_one_device, assert_same_bits, flat, gradients, trajectory
 from tiny import assert_close, batch, config, host, program
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 EXPERTS = {name: of for name, of in LAYOUTS.items() if "expert" in name}
 SPLIT = {name: of for name, of in LAYOUTS.items() if name not in EXPERTS and of[1]["mesh__tensor"] == 1}
 
@@ -32,13 +34,11 @@ def test_layouts_cover_what_they_should():
     assert {model for model, _ in LAYOUTS.values()} == set(MODELS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", SPLIT)
 def test_equal_to_one_device(layout):
     assert_equals_one_device(layout)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_equal_one_device(layout):
     """Choices, balancing and bias included: a choice that differed would move the load, and the loss of all later steps."""
@@ -59,7 +59,6 @@ def test_queries_keys_and_values_by_themselves(layout):
         np.testing.assert_allclose(many[name], one[name], atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
 
 
-@pytest.mark.slow
 def test_initial_weights_of_an_odd_width_do_not_depend_on_the_mesh():
     """C03 with a dimension of 496 over 2, 4 and 8."""
     runs = []
@@ -76,7 +75,6 @@ def test_padding_of_the_vocabulary_stays_zero():
             assert table.shape[0] == 272 and np.all(table[270:] == 0) and np.all(np.abs(table[:270]).max(-1) > 0)
 
 
-@pytest.mark.slow
 def test_dropout_changes_the_loss_and_follows_seed_and_step():
     with_dropout = trajectory("dropout", None)[3]
     c = config(**MODELS["dropout"], train__seed=1)
@@ -89,7 +87,6 @@ def test_dropout_changes_the_loss_and_follows_seed_and_step():
 
 
 # What forward and backward change for kept weights (stage 1) is in both.
-@pytest.mark.slow
 @pytest.mark.parametrize(("prefetch", "stage"), [("forward", 3), ("backward", 3), ("both", 3), ("both", 1)])
 def test_prefetching_changes_no_number(prefetch, stage):
     one, other = (
@@ -104,7 +101,6 @@ BFLOAT16 = dict(precision__compute_dtype="bfloat16")
 SHARED = dict(mesh__fsdp=2, mesh__tensor=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_error_of_bfloat16(reduce_dtype):
     """Of the loss 1e-3; of a gradient, as a vector, 3% of its length; between layouts no more than from float32."""

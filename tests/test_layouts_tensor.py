@@ -4,16 +4,16 @@ import pytest
 from layouts import LAYOUTS, assert_equals_one_device, gradients
 from tiny import assert_close
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 SPLIT = [name for name, (_, changes) in LAYOUTS.items() if changes.get("mesh__tensor", 1) > 1 and "expert" not in name]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", SPLIT)
 def test_equal_to_one_device(layout):
     assert_equals_one_device(layout)
 
 
-@pytest.mark.slow
 def test_products_in_ring_steps_change_no_number():
     """Nor does splitting positions over tensor."""
     shared = dict(mesh__fsdp=2, mesh__tensor=4, model__mlp_bias=True)

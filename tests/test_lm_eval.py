@@ -19,6 +19,8 @@ from jaxtrain.model.batch import Batch
 pytest.importorskip("lm_eval")
 from jaxtrain import lm_eval
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 FLOAT32 = [("precision.compute_dtype", "float32")]
 EOS = 257
 LONG = "A text that is longer than the model's context of sixty-four bytes, so that it is scored in windows. " * 2
@@ -47,7 +49,6 @@ def asked(*arguments):
     return types.SimpleNamespace(args=arguments)
 
 
-@pytest.mark.slow
 def test_likelihoods_of_continuations(harness, log_p):
     pairs = [("2 + 2 = ", "4"), ("2 + 2 = ", "five"), ("", "alone"), ("x" * 90, "the latest bytes count")]
     found = harness.loglikelihood([asked(*pair) for pair in pairs])
@@ -82,7 +83,6 @@ def test_whole_texts_are_scored_in_windows(harness, log_p):
     assert found[0] == pytest.approx(harness.loglikelihood([asked("", "short")])[0][0], abs=1e-4)
 
 
-@pytest.mark.slow
 def test_generation(harness):
     whole = generate.generate(GOLDEN / "llama", ["abc", "wxyz"], max_tokens=12, temperature=0.0, overrides=FLOAT32)
     greedy = {"until": [], "max_gen_toks": 12, "do_sample": False}
@@ -124,7 +124,6 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 }
 
 
-@pytest.mark.slow
 def test_tasks_of_ones_own(tmp_path, harness, capsys, monkeypatch):
     """Made data and two tasks, without a network: what is right by the logits is counted as right."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

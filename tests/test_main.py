@@ -246,6 +246,10 @@ def test_summary_has_the_figures_of_the_run(straight):
     assert summary["tokens_per_s"] > 0 and summary["mfu"] is None  # the peak of a CPU is not known
     assert summary["peak_memory_bytes"] > 1e8 and summary["peak_memory_of"] == "process 0, resident"
     assert 0 < summary["compile_s"] < summary["wall_s"]
+    assert summary["goodput"]["wall_s"] == pytest.approx(summary["wall_s"], abs=3)  # the plots come after it
+    assert (
+        last["tokens"] == NUM_STEPS * 16 * 16 and last["step_p50_s"] <= last["step_max_s"] and last["host_memory_bytes"] > 1e8
+    )
     assert summary["parameters"] == sum(p.size for p in jax.tree.leaves(straight.state.params)) - (384 - 258) * 16 * 2
     assert summary["mesh"] == {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
     assert "8 x fake CPU" in summary["devices"] and summary["versions"]["jax"] == jax.__version__
@@ -342,6 +346,15 @@ def test_continued_run_is_bit_identical(straight, stopped, resumed):
     evaluations = [[(row["step"], row["eval_loss"]) for row in run.rows if "eval_loss" in row] for run in (straight, resumed)]
     assert evaluations[0] == evaluations[1]
     assert resumed.summary["final_loss"] == straight.summary["final_loss"]
+
+
+def test_goodput_is_of_all_tries(resumed):
+    """Steps 11 and 12 were done twice: once for nothing."""
+    found = resumed.summary["goodput"]
+    assert found["tries"] == 2 and sum(found["shares"].values()) == pytest.approx(1, abs=1e-5)
+    seconds = found["seconds"]
+    assert seconds["lost_steps"] > 0 and min(seconds[name] for name in ("step", "start", "compile", "save", "evaluation")) > 0
+    assert resumed.rows[-2]["tokens"] == NUM_STEPS * 16 * 16
 
 
 @pytest.mark.slow
@@ -656,7 +669,7 @@ def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_
         assert "no checkpoint is saved, nor any deleted, until a step is fine again" in run.log
         assert saved_steps(workdir) == [5, 10, 11]
     run = train(place, workdir, "checkpoint.restore_step=10")
-    assert run.code == 0 and "11 is later than checkpoint.restore_step: moved to " in run.log, run.log
+    assert run.code == 0 and "11 is later than the step gone back to: moved to " in run.log, run.log
     assert run.summary["started_from_step"] == 10
     jax.tree.map(np.testing.assert_array_equal, straight.state, run.state)
     assert {path.name for path in (workdir / "checkpoints" / "set_aside").iterdir()} == {"11-1", "11-1.metrics.jsonl"}
@@ -729,8 +742,10 @@ def test_mesh_that_does_not_fit_the_devices(place, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(place, straight):
+    """Copies of the state are compared, and found equal."""
     workdir = place / "processes"
     command_line = [sys.executable, "-m", "jaxtrain.main", f"--config={place}/tiny.py", f"--workdir={workdir}"]
+    command_line += ["--config.runtime.check_replicas_every_steps=5"]
     launcher = [sys.executable, str(ROOT / "scripts/launch_local.py"), "-n", "2", "--devices-per-process=4", "--"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     result = subprocess.run(
@@ -744,5 +759,5 @@ def test_two_processes_give_the_losses_of_one(place, straight):
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     summary = json.loads((workdir / "summary.json").read_text())
     assert "2 processes" in summary["devices"] and summary["mesh"] == straight.summary["mesh"]
-    assert result.stderr.count("step 20/20") == 1
+    assert result.stderr.count("step 20/20") == 1 and result.stderr.count("Copies are compared every 5 steps") == 1
     assert len(list((workdir / "tensorboard").iterdir())) == 1

@@ -11,6 +11,8 @@ from jaxtrain.checkpoint.manager import Checkpointer, Wanted
 from jaxtrain.remat import policy as memory
 from jaxtrain.remat.activations import ACTIVATIONS, KEPT
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 SETTINGS = dict(model__num_layers=4, mesh__fsdp=2, mesh__tensor=2, model__dropout_residual=0.1, model__dropout_attention=0.1)
 POLICIES = {
     "none": dict(memory__remat="none"),
@@ -35,7 +37,6 @@ def gradients(policy):
     return float(metrics["loss"]), host(grads)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
 def test_gradients_are_the_same_for_every_policy(policy):
     """C34, with dropout on: the recomputed forward sees the same masks."""
@@ -46,7 +47,6 @@ def test_gradients_are_the_same_for_every_policy(policy):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow
 def test_policies_keep_less_in_order():
     """C34: under the loop over layers each policy takes effect. Not by names alone: by bytes."""
 
@@ -68,7 +68,6 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd", "adafactor", "muon"])
 def test_state_stays_on_the_host(rule, tmp_path):
     """C34: after init, steps, a checkpoint and its restore; and it goes the way of a state on the device."""
@@ -97,7 +96,6 @@ def test_state_stays_on_the_host(rule, tmp_path):
     assert_close(restored, host(states[0]), 1e-12)
 
 
-@pytest.mark.slow
 def test_a_skipped_step_changes_nothing_on_the_host():
     p = program(config(mesh__fsdp=2, optimizer__name="adamw", memory__offload=("master", "moments")))
     state = p.init(0)

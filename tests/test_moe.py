@@ -19,6 +19,8 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parallel.parameters import ComputeParameter
 from jaxtrain.parallel.sharding import make_layout
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 EXPERTS = dict(model__num_experts=8, model__experts_per_token=2, model__expert_mlp_dim=20)
 ROUTERS = {
     "softmax": dict(model__router_renormalize=False),
@@ -115,7 +117,6 @@ def loop_over_tokens(weights, x, segments, model, chosen):
     return jnp.stack(rows).reshape(x.shape), counts, probabilities, z
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_equal_to_a_loop_over_tokens(kind):
     """Output and all gradients, the losses' too. The last tokens are padding."""
@@ -161,7 +162,6 @@ def test_order_of_softmax_and_top_k():
         np.testing.assert_allclose(weights, wanted, atol=5e-6)
 
 
-@pytest.mark.slow
 def test_router_is_float32_in_bfloat16_compute():
     """C30: logits that differ by 1e-3 at 4, where bfloat16 has steps of 2^-5, are told apart."""
     c = small(model__num_experts=4, model__experts_per_token=1, precision__compute_dtype="bfloat16")
@@ -174,7 +174,6 @@ def test_router_is_float32_in_bfloat16_compute():
     assert routes.weights.dtype == jnp.float32
 
 
-@pytest.mark.slow
 def test_capacity():
     """The first tokens of each row are kept; padding takes no place; ample capacity drops nothing."""
     c = small(model__num_experts=4, model__experts_per_token=1, model__capacity_factor=1.0)
@@ -222,7 +221,6 @@ def assert_same_step(got, wanted):
     assert_close(got[1], wanted[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changes", [dict(mesh__expert=8), dict(mesh__expert=4, mesh__data=2, memory__remat="full")])
 def test_all_tokens_to_one_device(changes):
     """Far more than a round of the exchange holds; nothing is lost and nothing is wrong."""
@@ -235,13 +233,11 @@ def test_all_tokens_to_one_device(changes):
     np.testing.assert_array_equal(wanted[0]["expert_load"][:, 2:], 0)
 
 
-@pytest.mark.slow
 def test_ample_capacity_equals_dropless():
     assert_same_step(first_step(model__capacity_factor=4.0), first_step())
     assert first_step(model__capacity_factor=0.5)[0]["dropped_share"] > 0.1
 
 
-@pytest.mark.slow
 def test_balancing_loss_within_rows():
     """Of one row it is that of the batch; of many not."""
     over = functools.partial(first_step, train__router_z_loss=0.0, data__global_batch_rows=1)
@@ -270,7 +266,6 @@ def test_figures():
     assert {key: pytest.approx(value) for key, value in wanted.items()} == found
 
 
-@pytest.mark.slow
 def test_bias_moves_against_the_load_and_by_nothing_else():
     """Not by the optimizer's update, nor its decay; once a step, whatever the number of microbatches; not in a skipped step."""
     adam = dict(optimizer__name="adamw", optimizer__weight_decay=0.5, train__router_bias_rate=0.25, train__accumulation_steps=2)

@@ -9,11 +9,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # the kernel starts as a user's does

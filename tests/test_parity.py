@@ -21,6 +21,8 @@ from jaxtrain.parity import check as parity
 from jaxtrain.parity import shrink as miniature
 from jaxtrain.parity.__main__ import main
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 
 def big(**changes):
     """A large config; changes as section__key=value."""
@@ -82,7 +84,6 @@ def traits(c):
     )
 
 
-@pytest.mark.slow
 def test_any_valid_config_becomes_a_small_valid_one_of_the_same_traits():
     pick, tried, seen = random.Random(0), 0, {}
     while tried < 200:
@@ -177,7 +178,6 @@ def verdict(capsys):
     return last.partition("): ")[2].split(", ")
 
 
-@pytest.mark.slow
 def test_a_layout_equals_one_device(monkeypatch, path, capsys):
     assert run(monkeypatch, path, True) == 0
     out = capsys.readouterr().out
@@ -189,7 +189,6 @@ def test_a_layout_equals_one_device(monkeypatch, path, capsys):
     assert len(set(trajectory)) == 5 and max(trajectory) / min(trajectory) > 1.001  # something was learned: it can differ
 
 
-@pytest.mark.slow
 def test_a_dropped_reduction(monkeypatch, path, capsys):
     from jaxtrain.parallel import parameters as weights
 
@@ -199,7 +198,6 @@ def test_a_dropped_reduction(monkeypatch, path, capsys):
     assert set(verdict(capsys)) == set(reference(path).gradients)  # every gradient, but not the loss
 
 
-@pytest.mark.slow
 def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
     """Those of norm scales, and of no matrix."""
     monkeypatch.setattr(ParameterSpec, "reduce_vector_gradient", lambda self, gradient: gradient)
@@ -207,7 +205,6 @@ def test_sums_at_the_end_of_the_step_forgotten(monkeypatch, path, capsys):
     assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.endswith("scale")}
 
 
-@pytest.mark.slow
 def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, capsys):
     """The first block's, which no next block follows: attention's alone."""
     from jaxtrain.parallel.layer_stack import LayerStack
@@ -224,7 +221,6 @@ def test_gradients_that_wait_for_the_next_block_forgotten(monkeypatch, path, cap
     assert set(verdict(capsys)) == {name for name in reference(path).gradients if name.startswith("blocks.attention")}
 
 
-@pytest.mark.slow
 def test_a_doubled_gradient(monkeypatch, path, capsys):
     reduce = ParameterSpec.reduce_gradient
     twice = ("embed", "vocab")
@@ -237,14 +233,12 @@ def test_a_doubled_gradient(monkeypatch, path, capsys):
     assert verdict(capsys) == ["head.kernel"]
 
 
-@pytest.mark.slow
 def test_a_wrong_axis_in_one_rule(monkeypatch, path, capsys):
     monkeypatch.setitem(sharding.WEIGHT_RULES, "mlp", ("data",))
     assert run(monkeypatch, path, False) == 1
     assert {"loss", "blocks.mlp.gate.kernel", "blocks.mlp.up.kernel", "blocks.mlp.down.kernel"} <= set(verdict(capsys))
 
 
-@pytest.mark.slow
 def test_key_value_heads_mixed_up(monkeypatch, path, capsys):
     own = ParameterSpec._own_heads
 
@@ -257,7 +251,6 @@ def test_key_value_heads_mixed_up(monkeypatch, path, capsys):
     assert {"loss", "blocks.attention.key.kernel", "blocks.attention.value.kernel"} <= set(verdict(capsys))
 
 
-@pytest.mark.slow
 def test_fp8_is_compared_in_fp8(monkeypatch, path):
     """Key/value heads are replicated here. The fault: a scale of what the device has, as fp8 once had it."""
     small = miniature.shrink(configs.load(path, [("precision.products", "fp8")]))

@@ -13,6 +13,8 @@ from jaxtrain.parallel import layer_loop
 from jaxtrain.pipeline import executor
 from jaxtrain.pipeline import schedule as pipeline_schedule
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 BASE = dict(
     model__num_layers=8,
     model__embed_dim=16,
@@ -109,7 +111,6 @@ def step(model, microbatches, stages=1, **changes):
     return in_order(host(state.params)), {name: float(x) for name, x in metrics.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule, stages, microbatches, model, others", CASES)
 def test_equal_to_one_stage(schedule, stages, microbatches, model, others):
     """C32: loss, norm, and all that one clipped step of SGD changes, so every gradient; uneven targets, padding."""
@@ -136,7 +137,6 @@ def test_all_schedules_with_all_axes_and_models():
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule, stages, microbatches", [("1f1b", 4, 8), ("interleaved", 2, 4), ("zero_bubble", 2, 4)])
 def test_stages_run_what_their_table_says_and_nothing_else(schedule, stages, microbatches, monkeypatch):
     """Blocks that each stage runs forward, and backward, counted while they run."""
@@ -172,7 +172,6 @@ def evaluated(model, microbatches, **changes):
     return host(p.eval_step(params, rows)), host(p.logits(params, rows))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -186,7 +185,6 @@ def test_evaluation_and_logits(changes):
     assert_close(many[1], one[1])
 
 
-@pytest.mark.slow
 def test_states_move_between_orders_of_layers():
     """A state saved with virtual stages, read without, and the other way: layers where they belong, moments as well."""
     c = config(**BASE, optimizer__name="adamw", train__accumulation_steps=4)

@@ -15,6 +15,8 @@ from jaxtrain.parallel import mesh
 from jaxtrain.parity.shrink import shrink
 from jaxtrain.train.program import build_program
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 
@@ -38,7 +40,6 @@ def families():
     return list(found.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", families())
 def test_gradients_are_those_of_a_plain_model(name):
     c = tiny_preset(name)

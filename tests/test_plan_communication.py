@@ -22,7 +22,7 @@ from jaxtrain.plan.read import collectives
 from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.plan.study import study
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 # Small enough to compile in seconds, with weights of more than 1 MiB.
 SMALL = (
     "model.num_layers=4",
@@ -41,14 +41,12 @@ def names(plan) -> set[str]:
     return {flag.name for flag in plan.communication.flags}
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_nothing_is_flagged_that_the_program_means():
     found = small()
     assert names(found) <= {"synchronous collective", "dense attention mask", "tiny collective in a loop"}
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_float32_gathers_are_flagged(monkeypatch):
     def late_cast(self, parameter):
@@ -67,7 +65,6 @@ def test_float32_gathers_are_flagged(monkeypatch):
     assert "more traffic than expected" in names(found)
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_a_gathered_embedding_is_flagged(monkeypatch):
     """The table gathered before the lookup, instead of the rows after it."""

@@ -17,7 +17,7 @@ from jaxtrain.plan.read import buffers, collectives, hlo, memory, origin
 from jaxtrain.plan.read.shapes import local_shapes
 from jaxtrain.remat.activations import ACTIVATIONS
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.slow]
 GIB = 2**30
 STAGES = [(f"sharding.zero_stage={stage}",) for stage in (0, 1, 2, 3)]
 POLICIES = [(f"memory.remat={policy}",) for policy in ("mlp", "attention", "dots", "none")]  # full is the preset's
@@ -50,7 +50,6 @@ def check_state(compiled, rows):
     assert rows["batch"] == size(batch)
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("changes", [*STAGES, *POLICIES, TENSOR])
 def test_rows_add_up_to_xlas_peak(changes):
@@ -58,7 +57,6 @@ def test_rows_add_up_to_xlas_peak(changes):
     check_state(compiled(*changes), plan(*changes).ledger.rows)
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_gpt2_on_one_gpu_adds_up_too():
     check_sums(compiled(*GPT2_CHANGES, **GPT2), plan(*GPT2_CHANGES, **GPT2).ledger)
@@ -159,7 +157,6 @@ def test_policies_trade_memory_for_recomputed_flops():
     assert recomputed[0] == pytest.approx(layers * (gate_up + qkv + out + attention), rel=0.04)
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_offloaded_activations_are_on_the_host():
     changes = ("memory.remat=dots", "memory.offload=mlp_hidden,")
@@ -179,7 +176,6 @@ def test_rows_follow_the_stage():
     assert rows[3]["gathered"] > 0.2 * GIB
 
 
-@pytest.mark.slow
 @needs_plugin
 def test_what_is_on_the_host_is_apart():
     changes = ("memory.offload=master,moments",)
@@ -199,7 +195,6 @@ def test_large_buffers_have_a_source_or_a_weight():
             assert piece.row != "other", piece
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize(
     "changes",

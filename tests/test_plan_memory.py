@@ -7,6 +7,8 @@ from planned import needs_plugin, plan
 
 from jaxtrain.plan.read import buffers, hlo, memory, protobuf
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 
 def test_wire_format():
     # Field 1: varint 300; field 2: "ab"; field 3: packed 1, 300; field 4: fixed 32 bits; field 1 again: 7.
@@ -52,7 +54,6 @@ def test_every_row_has_a_title():
     assert len(set(memory.ROWS.values())) == len(memory.ROWS)
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("offload", [(), pytest.param(("memory.offload=master,moments",), marks=pytest.mark.slow)])
 def test_the_moving_average_has_its_row(offload):

@@ -13,6 +13,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.plan import preflight
 from jaxtrain.train import loop
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 CONFIG = tiny.config(mesh__fsdp=8, optimizer__name="adamw")
 
 
@@ -30,7 +32,6 @@ def test_expected_memory_is_one_line():
     assert "a device by formula" in text and "float32 master weights" in text and "\n" not in text
 
 
-@pytest.mark.slow
 def test_compiled_memory(step):
     text, needed, there = preflight.compiled(step, device(10 * 2**30))
     assert needed > step.memory_analysis().temp_size_in_bytes > 0 and there == 10 * 2**30 and "of 10.00 GiB" in text
@@ -44,7 +45,6 @@ def test_what_cannot_fit_is_refused(step):
         preflight.require_fits(CONFIG, step, device(2**16), 8)
 
 
-@pytest.mark.slow
 def test_a_run_stops_before_it_makes_weights(tmp_path, monkeypatch, caplog):
     config = tiny.config(mesh__fsdp=8, train__num_steps=1)
     config.runtime.check_memory = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import importlib.resources
 import io
 import json
@@ -11,16 +10,20 @@ import re
 import jax
 import pytest
 import tiny
+from html_tags import Tags
 from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
 from jaxtrain.config import ConfigError
+from jaxtrain.page import svg
 from jaxtrain.plan import compile, fallback
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.predict import closed_form, overhead
 from jaxtrain.plan.read import collectives, memory
 from jaxtrain.plan.search import advice, compare
-from jaxtrain.plan.show import content, data, drawings, page, pipeline, report
+from jaxtrain.plan.show import content, data, page, pipeline, report
+
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
 
 SMALL = ["--config=configs/gpt2_124m.py", "--config.model.num_layers=2", "--config.train.accumulation_steps=32"]
 
@@ -37,7 +40,6 @@ def test_sums_are_bold():
     assert {row.style for row in report.drawn(content.Table(("", ">GiB"), [("a", "1")])).rows} == {""}
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_report():
@@ -64,41 +66,18 @@ def test_json_has_the_whole_plan():
     assert found["time"]["step_s"] > 0 and 0 < found["time"]["error_band"] < 1 and found["time"]["rates"]["product"]
 
 
-class _Tags(html.parser.HTMLParser):
-    """Checks that tags are closed in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.seen, self.texts = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.seen.append((tag, dict(attributes)))
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.seen.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-
 @needs_plugin
 @pytest.mark.plan
 def test_page_is_self_contained_and_whole():
     text = page.render(plan(), ())
-    tags = _Tags()
-    tags.feed(text)
+    tags = Tags(text)
     assert tags.open == []
     assert not re.search(r"https?://|<script|@import|url\(", text)
-    words = " ".join(tags.texts)
+    words = tags.words
     for title in ("Memory of a GPU", "Memory over the step", "Communication", "Forward:", "Backward:", "Largest 20 buffers"):
         assert title in words
     widths = [float(attributes["width"]) for tag, attributes in tags.seen if tag == "rect"]
-    assert len(widths) > 100 and all(0 <= width <= drawings.WIDTH for width in widths)
+    assert len(widths) > 100 and all(0 <= width <= svg.WIDTH for width in widths)
 
 
 def test_everything_drawn_has_a_color():
@@ -117,7 +96,6 @@ def test_everything_drawn_has_a_color():
     assert {name for name in classes if not re.search(rf"\.{name}\b[ ,]", style) and not name.endswith(ends)} == set()
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_advice_compiles_what_it_says():
@@ -131,7 +109,6 @@ def test_advice_compiles_what_it_says():
     assert advice.alternatives(tight, before, limit_s=0) == ()
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_command_writes_files(tmp_path, capsys):
@@ -141,7 +118,6 @@ def test_command_writes_files(tmp_path, capsys):
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_compare(capsys):
@@ -165,7 +141,6 @@ def test_what_cannot_be_compared_is_refused():
             compare.values_of(text)
 
 
-@pytest.mark.slow
 def test_without_the_plugin():
     """On the eight fake CPU devices of the tests."""
     small = tiny.config(mesh__fsdp=4, mesh__tensor=2, optimizer__name="adamw")

@@ -12,6 +12,8 @@ from jaxtrain.model.batch import Batch
 from jaxtrain.model.loss import LossSums
 from jaxtrain.train.step import make_gradients, mean
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 
 def sums(objective, targets):
     return LossSums(objective, objective, jnp.asarray(targets, jnp.float32))
@@ -63,7 +65,6 @@ def test_gradients_of_512_microbatches_add_up_in_float32(defers, keeps):
     assert grad == 512.0 and grad.dtype == jnp.float32
 
 
-@pytest.mark.slow
 def test_weights_are_moved_in_float32():
     """C27: 1.0 moved 100 times by 6e-4 reaches 0.94 with bfloat16 compute; in bfloat16 it would stay 1.0."""
     c = config(precision__compute_dtype="bfloat16", optimizer__name="lion", optimizer__b1=0.0)
@@ -80,7 +81,6 @@ def test_weights_are_moved_in_float32():
     assert steady.sum() > 3 and np.all(np.sign(moved[steady]) == -direction[steady])
 
 
-@pytest.mark.slow
 def test_a_non_finite_gradient_changes_nothing_and_is_counted():
     c = config(mesh__fsdp=2, mesh__tensor=2, optimizer__name="adamw")
     p = program(c)
@@ -106,7 +106,6 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted():
     assert metrics["skipped_steps"] == 1 and metrics["skipped_in_row"] == 0
 
 
-@pytest.mark.slow
 def test_a_batch_without_targets():
     c = config(mesh__fsdp=2)
     p = program(c)
@@ -119,7 +118,6 @@ def test_a_batch_without_targets():
     assert_close(state.params, before, 1e-12)
 
 
-@pytest.mark.slow
 def test_microbatches_and_devices_without_targets():
     """C23: one target, three, or none, in a microbatch and on a device of data: loss and gradients are those of one device."""
     tokens = batch(config())
@@ -138,7 +136,6 @@ def test_microbatches_and_devices_without_targets():
         assert_close(other, grads)
 
 
-@pytest.mark.slow
 def test_tied_table_gets_both_gradients_and_counts_once():
     """C19: input part + output part of an untied model whose two tables are equal; one entry in norm and count."""
     tied, untied = program(config(model__tie_embeddings=True, mesh__fsdp=2)), program(config(mesh__fsdp=2))
@@ -159,14 +156,12 @@ def compiled(**changes):
     return p.train_step.lower(*p.abstract_step_arguments()).compile()
 
 
-@pytest.mark.slow
 def test_program_size_is_flat_in_depth():
     """C40: 2 layers against 32."""
     sizes = [len(re.sub(r"metadata=\{[^}]*\}", "", compiled(model__num_layers=n).as_text())) for n in (2, 32)]
     assert sizes[1] < 1.05 * sizes[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_microbatches_are_cut_without_moving_the_batch(stage):
     """C40: no all-gather or all-to-all of the integer batch (a table that is sharded is sent ids on purpose: not so here)."""
@@ -177,7 +172,6 @@ def test_microbatches_are_cut_without_moving_the_batch(stage):
     assert not moved, moved
 
 
-@pytest.mark.slow
 def test_state_lies_as_the_rules_say():
     p = program(config(mesh__fsdp=4, mesh__tensor=2, optimizer__name="adamw"))
     state = p.init(0)
@@ -189,7 +183,6 @@ def test_state_lies_as_the_rules_say():
     assert whole.addressable_shards[0].data.shape == (2, 32, 48)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "sgd"])
 def test_every_optimizer_lowers_the_loss_and_does_not_depend_on_the_mesh(name):
     final = []
@@ -204,7 +197,6 @@ def test_every_optimizer_lowers_the_loss_and_does_not_depend_on_the_mesh(name):
     np.testing.assert_allclose(final[0], final[1], rtol=2e-4 if name == "lion" else 2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_evaluation_is_the_loss_of_the_step(stage):
     c = config(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, sharding__zero_stage=stage, train__z_loss=0.1)

@@ -6,6 +6,8 @@ from tiny import assert_close, config
 
 from jaxtrain.config.validate import problems
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 MIXED = dict(
     model__block="parallel",
     model__norm="layernorm",
@@ -40,7 +42,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_device(name):
     model, mesh = CASES[name]

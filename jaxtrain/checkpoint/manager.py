@@ -286,7 +286,7 @@ class Checkpointer:
         later = [other for other in others if other > step and other not in damaged]
         for other in later if self._saves else ():
             target = files.move_aside(self._root, other, files.SET_ASIDE)
-            _log.warning("%s is later than checkpoint.restore_step: moved to %s", self._root / str(other), target)
+            _log.warning("%s is later than the step gone back to: moved to %s", self._root / str(other), target)
         if later and self._saves and (metrics := self._root.parent / "metrics.jsonl").is_file():
             shutil.copyfile(metrics, target.with_name(f"{target.name}.metrics.jsonl"))
         if self._copies:

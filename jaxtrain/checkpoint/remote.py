@@ -8,6 +8,7 @@ and is the first to be deleted: a step without it does not count. Owns URL/run.l
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import pathlib
@@ -142,6 +143,7 @@ class Copies:
         self._beating.start()
         self._pool = futures.ThreadPoolExecutor(1, "copy checkpoints")
         self._seen: set[int] = set()
+        self._left: set[int] = set()  # to be copied
         self._failing = self._closing = False
 
     def fetch(self, root: pathlib.Path, step: int) -> list[int]:
@@ -172,10 +174,18 @@ class Copies:
             _log.warning("%s/%s/%d is later than the step continued from: set aside", self._store.url, FOLDER, later)
 
     def add(self, root: pathlib.Path, step: int) -> None:
-        """Copies a step that is complete, once."""
+        """Copies a step that is complete, once; then those that could not be copied before and are still there."""
         if step not in self._seen:
             self._seen.add(step)
-            self._pool.submit(self._try, lambda: self._store.push(root, step), f"step {step} could not be copied")
+            self._pool.submit(self._push, root, step)
+
+    def _push(self, root: pathlib.Path, step: int) -> None:
+        self._left.add(step)
+        for left in sorted(self._left, reverse=True):
+            if self._try(functools.partial(self._store.push, root, left), f"step {left} could not be copied"):
+                self._left.discard(left)
+            elif self._failing:
+                return
 
     def drop(self, step: int) -> None:
         """Deletes a step."""
@@ -191,7 +201,8 @@ class Copies:
             if (self._holder() or {}).get("token") == self._me["token"]:
                 self._store.delete(lock.FILE)
 
-    def _try(self, function: Callable, failed: str) -> None:
+    def _try(self, function: Callable, failed: str) -> bool:
+        """Whether it is done, or nothing is left to do."""
         try:
             if self._failing and self._closing:  # each would be tried for a minute
                 raise UserError("not tried")
@@ -205,6 +216,8 @@ class Copies:
         except (UserError, OSError) as error:
             self._failing = True
             _log.error("%s: %s: %s. The one in the workdir is whole", self._store.url, failed, error)
+            return False
+        return True
 
     def _holder(self) -> dict[str, Any] | None:
         content = self._store.read(lock.FILE)

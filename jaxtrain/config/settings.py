@@ -162,7 +162,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "weight_decay": Setting(0.1, "Decoupled; on matrices only, never on norms, biases or embeddings' padding.", low=0.0),
         "clip_norm": Setting(1.0, "Largest global gradient norm; 0 does not clip.", low=0.0),
         "max_nonfinite_steps": Setting(
-            10, "A step with a non-finite gradient changes nothing; this many in a row stop the run.", low=1, changes=NOTHING
+            10,
+            "A step with a non-finite gradient, or a spike with train.on_spike=skip, changes nothing; this many in a row stop "
+            "the run.",
+            low=1,
+            changes=NOTHING,
         ),
     },
     "data": DATA,
@@ -197,6 +201,24 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             1e-3, "With model.router_bias: each step an expert's bias moves by so much against its load; 0 leaves it.", low=0.0
         ),
         "label_smoothing": share("Share of the target spread evenly over the vocabulary."),
+        "on_spike": Setting(
+            "warn",
+            "What to do about a step whose loss or gradient norm is far above those before it. warn: tell it; skip: do not "
+            "apply its update; rollback: go back to the newest checkpoint that a good step has followed, and on with the batch "
+            "after this step's; stop: end the run. A non-finite update is never applied; rollback and stop act on it too.",
+            choices=("warn", "skip", "rollback", "stop"),
+        ),
+        "spike_loss_deviations": Setting(
+            6.0, "A loss of median + so many robust standard deviations of the steps before is a spike; 0: none is.", low=0.0
+        ),
+        "spike_norm_factor": Setting(
+            10.0, "A gradient norm of so many times the median of the steps before is a spike; 0: none is.", low=0.0
+        ),
+        "spike_window_steps": Setting(
+            128, "How many steps before count; there are no limits before half of them are done.", low=4
+        ),
+        "spike_patience_steps": Setting(1, "on_spike=rollback or stop acts after so many bad steps in a row.", low=1),
+        "max_rollbacks": Setting(10, "on_spike=rollback: the run ends when one more would be due.", low=1, changes=NOTHING),
         "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1, changes=NOTHING),
     },
     "checkpoint": {
@@ -284,11 +306,31 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "heartbeat_timeout_s": Setting(
             60, "Within so long all processes end when one was killed, froze or is cut off from the others.", low=5
         ),
+        "elastic": Setting(
+            False,
+            "Under jaxtrain.supervise: after a failure go on with the processes that are left. Needs a mesh axis of -1.",
+        ),
         "collective_timeout_s": Setting(
             1800,
             "How long a device may wait for others, in the first collective and at NCCL's start too, and how long a step may "
             "take, before the run ends.",
             low=30,
+        ),
+        "slow_step_factor": Setting(
+            10.0,
+            "A step that takes so many times the median of those before it is slow: every process writes its stacks into "
+            "WORKDIR/slow_steps; 0: never. Compilation, evaluation and saving do not count.",
+            low=0.0,
+        ),
+        "slow_step_min_s": Setting(60.0, "No step is slow that takes less.", above=0.0),
+        "on_slow_step": Setting(
+            "dump", "dump: stacks are written and the step may end; stop: the run ends, too.", choices=("dump", "stop")
+        ),
+        "check_replicas_every_steps": Setting(
+            0,
+            "Every so many steps, and before each save: compare what several devices hold copies of, by a sum of their bits; a "
+            "difference names device and array and ends the run. 0: not.",
+            low=0,
         ),
         "grace_s": Setting(
             300,

@@ -353,6 +353,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append(
             "runtime.deterministic: needs runtime.compile_cache_dir, else another start may take other kernels; set auto"
         )
+    if config.runtime.elastic and -1 not in config.mesh.values():
+        found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
     if recorded := config.observe.profile_steps:
@@ -363,6 +365,9 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
                 f"train.num_steps={steps}; write 10,13"
             )
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
+    if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
+        why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"
+        found.append(f"train.on_spike: rollback needs checkpoints to go on from, not {why}; change that, or use skip")
     if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
         found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")
     for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only", "copy_to"):

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SKIPPED, Row
-from jaxtrain.plan.show import page
-from jaxtrain.plan.show.content import Table
+from jaxtrain.page import pieces as page
+from jaxtrain.page.pieces import Table
 
 SCHEMA = 2  # of the JSON; a field that changes its meaning or goes raises it
 VERDICTS = (OK, MEASURED, OFF, FAILED, SKIPPED)

@@ -1,8 +1,8 @@
 """The numbers of a run on disk: metrics.jsonl, TensorBoard events and summary.json in the working directory.
 
 Rows of metrics.jsonl are flat JSON objects with "step" first: optimizer steps done, this one included, so that the first step
-is 1, figures of step k are of what led to the checkpoint of step k, and 0 is the initial weights. Names that `observe.plot` and
-`observe.progress` know: loss, eval_loss (nats per token), learning_rate, grad_norm, tokens_per_s, mfu, skipped.
+is 1, figures of step k are of what led to the checkpoint of step k, and 0 is the initial weights. "time" is the Unix time at
+which the row was written. docs/watching.md lists the others.
 
 Only process 0 writes; it creates the writer with `enabled=True`, the others' does nothing.
 """
@@ -38,15 +38,26 @@ class MetricsWriter:
 
     def __init__(self, workdir: str | pathlib.Path, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True):
         self._file = self._events = None
-        self._path = pathlib.Path(workdir) / "metrics.jsonl"
-        if not enabled:
+        self._kept: dict[str, Any] = {}  # the last row with "tokens" from before an interruption
+        self._path, self._tensorboard, self._enabled = pathlib.Path(workdir) / "metrics.jsonl", tensorboard, enabled
+        self.rewind(resume_step)
+
+    def rewind(self, resume_step: int) -> None:
+        """Begins anew after a step that is gone back to: rows of later ones are dropped."""
+        self.close()
+        if not self._enabled:
             return
         with _user_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_rows(self._path, resume_step)
+            self._kept = _drop_rows(self._path, resume_step)
             self._file = self._path.open("a", encoding="utf-8")
-        if tensorboard:
+        if self._tensorboard:
             self._events = _Events(self._path.parent / "tensorboard", resume_step)
+
+    def tokens(self, step: int, tokens_per_step: int) -> int:
+        """Positions that the run has seen in so many steps, also where earlier ones were larger or smaller."""
+        kept = self._kept or {"step": 0, "tokens": 0}
+        return kept["tokens"] + (step - kept["step"]) * tokens_per_step
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the row of a step. Values are numbers (of any kind with `float()`), strings, bools or None.
@@ -55,7 +66,7 @@ class MetricsWriter:
         """
         if self._file is None:
             return
-        row = {"step": int(step), **{name: plain(value) for name, value in values.items()}}
+        row = {"step": int(step), "time": round(time.time(), 3), **{name: plain(value) for name, value in values.items()}}
         with _user_errors(self._path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
@@ -145,9 +156,10 @@ class _Events:
             self._file.flush()
 
 
-def _drop_rows(path: pathlib.Path, resume_step: int) -> None:
+def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
+    """Drops rows of steps after `resume_step`; returns the last of the others that has "tokens", {} if none has."""
     if not path.exists():
-        return
+        return {}
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [(_parse(line), line) for line in lines if line.strip()]
     if broken := sum(row is None for row, _ in rows):
@@ -155,6 +167,8 @@ def _drop_rows(path: pathlib.Path, resume_step: int) -> None:
     kept = [line for row, line in rows if row is not None and row["step"] <= resume_step and resume_step]
     if len(kept) != len(lines) or broken:
         _replace(path, "".join(line + "\n" for line in kept))
+    counted = (row for line in reversed(kept) if isinstance((row := _parse(line) or {}).get("tokens"), int))
+    return next(counted, {})
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -24,6 +24,11 @@ def expected(config: ml_collections.ConfigDict, devices: int) -> str:
     return f"{_size(found.total)} a device by formula: {parts}"
 
 
+def formula_bytes(config: ml_collections.ConfigDict, devices: int) -> int:
+    """Memory of one of so many devices, by formula."""
+    return closed_form.closed_form(config, devices).total
+
+
 def pinned_bytes(config: ml_collections.ConfigDict, devices: int) -> int:
     """Bytes of pinned host memory that one of so many devices needs for what `memory.offload` names, by formula."""
     require_valid(config, devices)  # here it is the first to know their number

@@ -36,6 +36,7 @@ LAUNCHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "srun": (("SLURM_STEP_NODELIST",), ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")),
     "Kubernetes": (("JOB_COMPLETION_INDEX", "JAX_NUM_PROCESSES"), ("", "", "JOB_COMPLETION_INDEX")),
 }
+SUPERVISED = "JAXTRAIN_SUPERVISED"  # set by a supervisor for its job
 KEYS = {
     "runtime.coordinator_address": "HOST:PORT of process 0",
     "runtime.num_processes": "the number of processes of the run",

@@ -7,12 +7,13 @@ others hear of it instead of waiting for a process that will not come.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 
 from jaxtrain.config import ConfigError, default_config, override
 from jaxtrain.runtime import agreement, control
-from jaxtrain.runtime.cluster import KEYS, Processes, find_address, find_processes
+from jaxtrain.runtime.cluster import KEYS, SUPERVISED, Processes, find_address, find_processes
 
 log = logging.getLogger("jaxtrain.runtime")
 
@@ -29,6 +30,8 @@ def join(config) -> Processes:
     processes = find_processes(settings)
     if processes.count == 1 or control.current:
         return processes
+    if settings.elastic and SUPERVISED not in os.environ:
+        raise ConfigError(["runtime.elastic: needs a supervisor: python -m jaxtrain.supervise -- COMMAND; or set it to False"])
     where = f"process {processes.index} of {processes.count}, coordinator {processes.coordinator}"
     log.info("waiting for the other processes (%s, at most %d s)", where, settings.init_timeout_s)
     started = time.monotonic()

@@ -12,9 +12,7 @@ import functools
 import logging
 import os
 import pathlib
-import resource
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,26 +24,28 @@ from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
-from jaxtrain.errors import Stopped, UserError
-from jaxtrain.hardware import flops
-from jaxtrain.hardware import gpus as hardware
+from jaxtrain.errors import Stopped
+from jaxtrain.observe import clock as clocks
+from jaxtrain.observe.clock import Clock
+from jaxtrain.observe.figures import Figures, scalars
+from jaxtrain.observe.goodput import goodput, read_tries
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
 from jaxtrain.observe.profile.record import Recorder
 from jaxtrain.observe.progress import Progress, setup_logging
-from jaxtrain.observe.throughput import Throughput
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import control, joining, machine, shared_folder, startup, stop
+from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
+from jaxtrain.train.replicas import Damaged, Replicas
+from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, with_ema
 
 log = logging.getLogger(__name__)
-EXPERT_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_share", "largest_load")  # `balance.figures`
 
 
 def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     Raises ConfigError for a config that cannot run on these devices, UserError for anything else that the user must mend,
     Stopped after a signal that `stop.install` has taken over.
     """
-    started, workdir = time.monotonic(), pathlib.Path(workdir)
+    workdir = pathlib.Path(workdir)
     setup_logging()
     require_valid(config)
     with WorkdirLock(workdir, joining.join(config).index == 0) as lock:  # before devices start; the others hear of a refusal
@@ -65,10 +65,12 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
-        return _train(config, workdir, lock, started)
+        with Clock(workdir) as clock:
+            control.at_end.append(lambda: clock.close("ended at once"))
+            return _train(config, workdir, lock, clock)
 
 
-def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, started: float) -> dict[str, Any]:
+def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock) -> dict[str, Any]:
     """The part of `run` that has devices, in a workdir that is locked for this run."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
@@ -77,32 +79,48 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
     _announce(config, program, corpus)
     start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)
     require_metric(config, list(corpus.eval))
+    first_process = jax.process_index() == 0
     with open_checkpointer(config, workdir) as checkpointer:
         start.check(checkpointer)
-        (step_compiled, compile_s), (state, steps_done) = _compiled_and_begun(config, program, start, checkpointer)
+        if first_process:
+            clock.record(devices=machine.devices_summary(), mesh={axis: program.layout.size(axis) for axis in AXES})
+        (step_compiled, compile_s), (state, steps_done) = _compiled_and_begun(config, program, start, checkpointer, clock)
         control.agree({"the step to continue from": steps_done})  # and all have compiled
-        log.info("Step compiled in %.1f s: %s", compile_s, preflight.compiled(step_compiled, jax.local_devices()[0])[0])
-        first_process, finished = jax.process_index() == 0, steps_done >= config.train.num_steps
+        text, needed, _ = preflight.compiled(step_compiled, jax.local_devices()[0])
+        log.info("Step compiled in %.1f s: %s", compile_s, text)
+        finished = steps_done >= config.train.num_steps
         if first_process and not (finished and (workdir / "config.json").exists()):
             start.record(steps_done)
+        if first_process:
+            clock.record(memory_bytes={"by formula": preflight.formula_bytes(config, jax.device_count()), "compiled": needed})
         with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
-            keeper = Keeper(checkpointer, lock, start.facts)
-            session = _Session(config, program, corpus, keeper, writer, step_compiled, steps_done)
+            recovery = Recovery(config, workdir, start, steps_done)
+            keeper = Keeper(checkpointer, lock, start.facts, recovery.facts)
+            figures = Figures(config, program.inventory, clock, writer)
+            session = _Session(config, program, corpus, keeper, figures, step_compiled, recovery)
             session.recorder = Recorder(_resolved(config, program), workdir, step_compiled, steps_done)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
-                "wall_s": round(time.monotonic() - started, 3),
+                "wall_s": round(sum(clock.seconds().values()), 3),
             }
     if first_process:
-        from jaxtrain.observe.plot import experts_plot, loss_plot
-
-        path = workdir / "summary.json"
-        if not finished or not path.exists():  # a finished run given again keeps its figures
-            write_summary(workdir, summary)
-        plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
-        log.info("Wrote %s", " and ".join(map(str, [path, *plots])))
+        _conclude(workdir, summary, clock, finished)
     return summary
+
+
+def _conclude(workdir: pathlib.Path, summary: dict[str, Any], clock: Clock, finished: bool) -> None:
+    """Plots, the end of the clock, and the summary with where all the time went. finished: the run had no steps to do."""
+    from jaxtrain.observe.plot import experts_plot, loss_plot
+
+    clock.enter("other")
+    path = workdir / "summary.json"
+    plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
+    clock.close(clocks.NOTHING_TO_DO if finished else clocks.FINISHED)
+    summary["goodput"] = goodput(read_tries(workdir)).as_json()
+    if not finished or not path.exists():  # a finished run given again keeps its figures
+        write_summary(workdir, summary)
+    log.info("Wrote %s", " and ".join(map(str, [path, *plots])))
 
 
 class _Session:
@@ -110,18 +128,15 @@ class _Session:
 
     recorder: Recorder  # of profiles
 
-    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, writer, step_compiled, start: int):
+    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, figures: Figures, step_compiled, recovery):
         self.config, self.program, self.corpus = config, program, corpus
-        self.keeper, self.writer, self.step_compiled, self.start = keeper, writer, step_compiled, start
-        tokens = config.data.global_batch_rows * config.data.seq_len_tokens
-        self.throughput = Throughput(tokens)
-        self.flops_per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
-        fp8 = config.precision.products == "fp8"  # nearly all products: all but the head's and attention's own
-        self.product_dtype = "fp8" if fp8 else config.precision.compute_dtype
-        self.peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, self.product_dtype)
+        self.keeper, self.figures, self.step_compiled = keeper, figures, step_compiled
+        self.recovery, self.start = recovery, recovery.steps_done
+        self.clock, self.writer = figures.clock, figures.writer
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.eval_step = control.compiled_together(program.eval_step)
+        self.replicas = Replicas(config.runtime.check_replicas_every_steps, program.abstract_state, program.layout.mesh)
 
     @functools.cached_property
     def eval_bytes(self) -> dict[str, int]:
@@ -138,125 +153,156 @@ class _Session:
         stop.begin(config.runtime.grace_s)
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
-        batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        self.data_metrics = DataMetrics(self.corpus, batches, config.data.global_batch_rows, config.data.seq_len_tokens)
-        bar = Progress(
-            num_steps,
-            self.start,
-            config.train.log_every_steps,
-            bar=config.observe.progress_bar,
-            enabled=jax.process_index() == 0,
-            peak_of="fp8" if self.product_dtype == "fp8" else "",
-        )
-        pending = None  # the step launched last, whose metrics are still on the devices
+        folder = self.recovery.workdir / "slow_steps"
+        self.slow_steps = slow_steps.SlowSteps(config.runtime, folder, jax.process_index(), jax.process_count())
+        self.devices = clocks.Devices()
+        self._read_from(self.start)
+        step, pending = self.start, None  # pending: the step launched last, whose metrics are still on the devices
         try:
-            with bar:
-                for step in range(self.start + 1, num_steps + 1):
-                    if not stop.proceed():
-                        break
-                    state, metrics = self._launch(step, state, batches)
-                    if pending:
-                        self._finish(*pending, bar)
+            with self._progress() as bar:
+                while step < num_steps and stop.proceed():
+                    step += 1
+                    state, metrics = self._launch(state, step)
+                    ruined = pending and self._finish(*pending, bar)
                     pending = (step, metrics)
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
                     save_now = self.keeper.due(step, last)
-                    if evaluate_now or save_now:
-                        self._finish(*pending, bar)
+                    metrics |= self.replicas.launch(step, state, evaluate_now or save_now)
+                    if not ruined and (evaluate_now or save_now):
+                        ruined = self._finish(*pending, bar)
                         pending = None
-                        self.throughput.pause()
+                        self._pause()
+                    if ruined:
+                        state, step, pending = *self._roll_back(state, ruined), None
+                        continue
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
                     if (save_now or best) and not stop.stopped():
-                        self.keeper.judge(step, not last or sound(state.params))  # after the last, no step says it
-                        self.keeper.save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
+                        self._save(step, state, self.last_eval if evaluate_now else {}, at_once=last or best)
                 if stop.stopped():
                     if pending:
                         self._finish(*pending, bar)
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
             raise stop.error("", self.keeper.newest()) from None
-        except Stopped:
+        except (Stopped, Damaged):
             raise
         except Exception:
-            self.keeper.save_after_error(state, pending, self.start)
+            self.keeper.save_after_error(state, pending, self.start, self.replicas.agree)
             raise
         finally:
             self.recorder.close()
-            batches.close()
-        self.keeper.finish(num_steps)
+            self.batches.close()
+            self.devices.close()
+            self.slow_steps.close()
+        with self.clock.within("save"):
+            self.keeper.finish(num_steps)
         return state
 
-    def _launch(self, step: int, state: TrainState, batches: Iterator[dict[str, np.ndarray]]) -> tuple[TrainState, dict]:
-        """A step on the next batch: its state and metrics, which are on their way. Recorded steps are waited for."""
+    def _launch(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Starts a step on the devices, with the next batch. Where it is recorded, it waits for it."""
         if self.recorder.begin(step, state):
-            self.throughput.pause()
-        batch = next(batches)
+            self._pause()
+        self.slow_steps.waits_for(step, slow_steps.DATA)
+        batch = self.clock.wait_for(lambda: next(self.batches), self.devices.idle_since)
+        self.slow_steps.waits_for(step, slow_steps.LAUNCH)
         batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
         rate = np.float32(learning_rate(self.config, steps_done=step - 1))
         with self.recorder.step(step):
-            state, metrics = self.step_compiled(state, batch, rate)
+            state, metrics = self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
+        self.devices.launched(metrics)
         if self.recorder.end(step, metrics):
-            self.throughput.pause()
+            self._pause()
         return state, metrics
+
+    def _read_from(self, step: int) -> None:
+        """Has the batches of the steps after `step` read ahead; those that rollbacks have skipped are left out."""
+        data, skipped = self.config.data, self.recovery.skipped_batches
+        self.batches = train_batches(self.config, self.corpus, self.program.train_rows(), step + skipped)
+        self.figures.data = DataMetrics(self.corpus, self.batches, data.global_batch_rows, data.seq_len_tokens, skipped)
+        self.clock.finished(step)
+        self.clock.enter(clocks.STEP)
+
+    def _roll_back(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        """The state of a good checkpoint and its step, after step `step` was one too many."""
+        self.clock.enter("restore")
+        self.batches.close()
+        self._pause()
+        state, good = self.recovery.back(state, step, self.keeper)
+        self.writer.rewind(good)
+        figures = {"event": "rollback", "from_step": step, "skipped_batches": self.recovery.skipped_batches}
+        self.writer.write(good, figures)
+        self.start = min(self.start, good)
+        self._read_from(good)
+        return state, good
+
+    def _pause(self) -> None:
+        """What follows is no training, its time does not count."""
+        self.figures.throughput.pause()
+        self.slow_steps.pause()
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.config.train.num_steps,
+            self.start,
+            self.config.train.log_every_steps,
+            bar=self.config.observe.progress_bar,
+            enabled=jax.process_index() == 0,
+            peak_of="fp8" if self.figures.product_dtype == "fp8" else "",
+        )
+
+    def _save(self, step: int, state: TrainState, evaluation: dict[str, float], at_once: bool) -> None:
+        """Saves the state after `step`, with its evaluation if there is one."""
+        with self.clock.within("save"):
+            # after the last step, no other one says whether its weights are sound
+            self.keeper.judge(step, step < self.config.train.num_steps or sound(state.params))
+            self.keeper.save(step, state, evaluation, at_once=at_once)
 
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
+        self.clock.enter("save")
         if self.keeper.due(step, last=True) and step > self.start:
+            self.replicas.require_equal(step, self.replicas.launch(step, state, also=True), self.keeper.saved)
             self.keeper.judge(step, sound(state.params))
             self.keeper.save(step, state, {})
         self.keeper.wait()
         raise stop.error(f"step {step} was the last", self.keeper.newest())
 
-    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
-        """Waits for a step's metrics, shows and writes them when due, and stops a run whose steps are all skipped."""
+    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> int:
+        """Waits for a step's metrics, shows and writes them when due.
+
+        Returns the step if it was one bad step too many, so that the run is to be rolled back, else 0. Raises UserError if it
+        ends with it.
+        """
+        self.slow_steps.waits_for(step, slow_steps.DEVICES)
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
-        metrics = {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
-        self.throughput.finished()
-        self.last_metrics = metrics
+        self.slow_steps.finished(step)
+        self.replicas.require_equal(step, metrics, self.keeper.saved)
+        metrics = self.last_metrics = scalars(metrics)
+        self.figures.throughput.finished()
+        self.clock.finished(step)
         if metrics["targets"] == 0:
             log.warning("Step %d: the batch has no target token; loss and gradient are 0", step)
         self.keeper.finished(step, int(metrics["skipped_in_row"]))
-        if metrics["skipped_in_row"]:
-            log.warning(
-                "Step %d: the gradient is not finite (norm %s); the update is skipped, %d in a row",
-                step,
-                metrics["grad_norm"],
-                metrics["skipped_in_row"],
-            )
-        limit = self.config.optimizer.max_nonfinite_steps
-        stop = metrics["skipped_in_row"] >= limit
-        every = self.config.train.log_every_steps
-        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or stop:
-            rate = self.throughput.recent()
-            shown = {
-                "loss": metrics["loss"],
-                "objective": metrics["objective"],
-                "grad_norm": metrics["grad_norm"],
-                "learning_rate": metrics["learning_rate"],
-                "targets": metrics["targets"],
-                "skipped": metrics["skipped_steps"],
-            }
-            shown |= {name: metrics[name] for name in EXPERT_FIGURES if name in metrics}
-            shown |= self.data_metrics.figures(step, metrics)
-            if rate:
-                shown |= {"tokens_per_s": rate, "mfu": self._mfu(rate)}
+        bad, every = self.recovery.spikes.judge(step, metrics), self.config.train.log_every_steps
+        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or bad:
+            shown = self.figures.row(step, metrics)
             self.writer.write(step, shown)
             bar.update(step, shown)
         else:
             bar.update(step)
-        if stop:
-            raise UserError(
-                f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
-                f"are those before the first of them. {self.keeper.advice()}"
-            )
+        if bad:
+            log.warning("Step %d: %s", step, bad.text)
+            self.writer.write(step, {"event": bad.event, **bad.figures})
+        return step if bad and self.recovery.reacts(step, bad, self.keeper) else 0
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Held-out loss of the weights after `step`, and of their moving average."""
-        found = {}
+        before, found = self.clock.enter("evaluation"), {}
         for prefix, params in ({"": state.params} | ({"ema_": with_ema(state)} if state.ema else {})).items():
             sums = {}
             for name, packed in self.corpus.eval.items():
@@ -270,30 +316,22 @@ class _Session:
         self.last_eval = found
         if self.last_eval:
             self.writer.write(step, self.last_eval)
-        self.throughput.pause()
-
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        return flops.mfu(tokens_per_s, self.flops_per_token, jax.device_count(), self.peak_flops)
+        self.figures.throughput.pause()
+        self.clock.enter(before)
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """The figures of summary.json; tokens/s and MFU of this run's counted steps."""
-        rate = self.throughput.overall()
-        peak, what = peak_memory_bytes()
         return {
             "steps": int(state.step),
-            "started_from_step": self.start,
+            "started_from_step": self.recovery.steps_done,
             "final_loss": self.last_metrics.get("loss"),
             "final_eval_loss": self.last_eval.get("eval_loss"),
             "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
             "final_eval_bits_per_byte": self.last_eval.get("eval_bits_per_byte"),
             **({"final_ema_eval_loss": self.last_eval.get("ema_eval_loss")} if state.ema else {}),
-            "tokens_per_s": rate,
-            "mfu": self._mfu(rate) if rate else None,
-            "mfu_peak_dtype": self.product_dtype,
-            "mfu_peak_flops": self.peak_flops,
-            "peak_memory_bytes": peak,
-            "peak_memory_of": what,
+            **self.figures.summary(),
             "skipped_steps": int(state.skipped),
+            "rollbacks": self.recovery.count,
             "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
@@ -311,14 +349,6 @@ class _Session:
         return found
 
 
-def peak_memory_bytes() -> tuple[int, str]:
-    """Largest memory used so far, and of what: an accelerator's own count, else this process's resident memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"]), "device"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process 0, resident"
-
-
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
@@ -331,21 +361,26 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
 
 
 def _compiled_and_begun(
-    config, program: Program, start: Start, checkpointer
+    config, program: Program, start: Start, checkpointer, clock: Clock
 ) -> tuple[tuple[Any, float], tuple[TrainState, int]]:
     """The step (`_compile_step`) and the state to begin with (`Start.state`).
 
     Weights are read or made while the step compiles, but not on GPUs: there the compiler times kernels, on the same device.
     """
     device = jax.local_devices()[0]
+    clock.enter("compile")
+    after = "restore" if checkpointer.newest() is not None else "start"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(_compile_step, program)
+        compiling.add_done_callback(lambda _: clock.enter(after))
         if config.runtime.check_memory:
             preflight.require_fits(config, compiling.result()[0], device, jax.device_count())
         if device.platform == "gpu":
             compiling.result()
         state = start.state(checkpointer)
-        return compiling.result(), state
+        found = compiling.result(), state
+    clock.enter("start")
+    return found
 
 
 def _compile_step(program: Program) -> tuple[Any, float]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
+from jaxtrain.checkpoint.choice import on_first
 from jaxtrain.checkpoint.lock import WorkdirLock
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.retention import Keep
@@ -52,10 +53,19 @@ def sound(params: Any) -> bool:
 
 
 class Keeper:
-    """Saves what is worth it: no state while steps are being skipped, which may be ruined and would push good ones out."""
+    """Saves what is worth it: no state while steps are being skipped, which may be ruined and would push good ones out.
 
-    def __init__(self, checkpointer: Checkpointer, lock: WorkdirLock, facts: dict[str, Any]):
-        self._checkpointer, self._lock, self._facts = checkpointer, lock, facts
+    facts: what is saved with each; more: what of it changes from step to step.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        lock: WorkdirLock,
+        facts: dict[str, Any],
+        more: Callable[[], dict[str, Any]] = dict,
+    ):
+        self._checkpointer, self._lock, self._facts, self._more = checkpointer, lock, facts, more
         self._first_bad = 0  # the first step of those that have been skipped in a row up to now; 0: the last was fine
         self._postponed = self._failing = False  # failing: a save is, and is not to be tried again
 
@@ -95,15 +105,22 @@ class Keeper:
         if not self._postponed:
             self._failing = True
             self._lock.require_held()
-            self._checkpointer.save(step, state, self._facts, evaluation)
+            self._checkpointer.save(step, state, self._facts | self._more(), evaluation)
             self._failing = False
 
-    def save_after_error(self, state: TrainState, pending: tuple[int, dict[str, Any]] | None, start: int) -> None:
+    def save_after_error(
+        self,
+        state: TrainState,
+        pending: tuple[int, dict[str, Any]] | None,
+        start: int,
+        agrees: Callable[[TrainState], bool] = lambda state: True,
+    ) -> None:
         """Saves what a run of one process has reached that ends with an error, if the state is whole and its steps were fine.
 
         Args:
           pending: the last step and its metrics, if these have not been looked at.
           start: steps that the run began with.
+          agrees: state -> whether its copies on several devices are equal, as far as that is checked.
         """
         if jax.process_count() > 1:  # a save takes all processes, which may be elsewhere, and are to learn of the error at once
             return
@@ -114,7 +131,7 @@ class Keeper:
                 self.finished(pending[0], int(pending[1]["skipped_in_row"]))
             if self._failing or self._first_bad or step <= start or not self._checkpointer.should_save(step, last=True):
                 return
-            self.judge(step, sound(state.params))
+            self.judge(step, sound(state.params) and agrees(state))
         except Exception:
             log.error("The state went into the step that failed and is lost; checkpoints are as they were")
             return
@@ -137,6 +154,25 @@ class Keeper:
     def newest(self) -> int | None:
         """The newest step with a checkpoint; None without any."""
         return self._checkpointer.newest()
+
+    def good_step(self) -> int:
+        """The newest step with a checkpoint that a good step has followed, the same on all processes; 0: none.
+
+        The state before the first bad step may be what ruined it.
+        """
+        self.wait()
+        return int(on_first(lambda: str(self._checkpointer.newest_before(self._first_bad - 1))))
+
+    def go_back(self, restore: Callable[[Checkpointer], TrainState]) -> TrainState:
+        """The state of an older checkpoint, from which the run goes on: what is known of the steps since then is past."""
+        state = restore(self._checkpointer)
+        self._first_bad, self._postponed = 0, False
+        return state
+
+    def saved(self) -> int | None:
+        """The newest step with a checkpoint when what is being saved is complete."""
+        self.wait()
+        return self.newest()
 
     def finish(self, step: int) -> None:
         """The end of the run. Raises UserError if its weights could not be saved because steps were being skipped."""

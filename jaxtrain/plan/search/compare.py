@@ -10,9 +10,10 @@ from jaxtrain.config import ConfigError, parse
 from jaxtrain.config.settings import SETTINGS
 from jaxtrain.config.suggest import nearest_key
 from jaxtrain.observe.progress import percent, quantity
+from jaxtrain.page.pieces import Table
 from jaxtrain.plan import compile
 from jaxtrain.plan.search.advice import Change, changed
-from jaxtrain.plan.show.content import Table, gib
+from jaxtrain.plan.show.content import gib
 from jaxtrain.plan.study import Plan, study
 
 

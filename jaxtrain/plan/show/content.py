@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.observe.progress import percent, quantity
+from jaxtrain.page.pieces import Table
 from jaxtrain.plan.predict import overhead
 from jaxtrain.plan.read.memory import ROWS
 from jaxtrain.plan.search.advice import Alternative
@@ -15,19 +16,6 @@ from jaxtrain.plan.study import WHY, Plan
 GIB, MIB = 1 << 30, 1 << 20
 SHOWN_BUFFERS, SHOWN_COLLECTIVES, SHOWN_FLAGS = 20, 20, 12
 STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Titles of columns, ">" in front of those with numbers, and rows of text.
-
-    Attributes:
-      keys: of rows that have a color in drawings, its name (of `memory.ROWS`); "" for a row that is a sum, None for others.
-    """
-
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    keys: tuple[str | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Pieces of HTML pages that need nothing else: text, tables, drawings as SVG, styles. They know nothing of what is shown."""
