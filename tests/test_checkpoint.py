@@ -569,7 +569,7 @@ def test_failure_to_read_arrays_is_not_damage(run_of_three, monkeypatch):
     assert saved_steps(run_of_three) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("surfaces_at", ["wait", "next save", "close"])
+@pytest.mark.parametrize("surfaces_at", ["wait", "next save", "close", "busy"])
 def test_failed_write_surfaces_and_costs_no_checkpoint(tmp_path, surfaces_at):
     checkpointer = Checkpointer(tmp_path, 1, Keep(last=1))
     checkpointer.save(1, make_state(1), FACTS)
@@ -580,6 +580,7 @@ def test_failed_write_surfaces_and_costs_no_checkpoint(tmp_path, surfaces_at):
         then = {
             "wait": checkpointer.wait,
             "close": checkpointer.close,
+            "busy": lambda: [time.sleep(0.02) for _ in range(1000) if checkpointer.busy()],
             "next save": lambda: checkpointer.save(3, make_state(3), FACTS),
         }[surfaces_at]
         with pytest.raises(UserError) as error:

@@ -290,9 +290,16 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "fake_devices": Setting(0, "CPU devices per process to pretend, on a machine without accelerators; 0: one.", low=0),
         "attention": Setting(
             "auto",
-            "cudnn (GPU, bfloat16), blockwise (any, holds no T x T scores), reference (holds them), or auto: the first of "
-            "these that can honour every setting.",
-            choices=("auto", "cudnn", "blockwise", "reference"),
+            "cudnn (GPU, bfloat16), flash (kernels for a GPU, bfloat16; on a CPU run as plain programs, for tests), blockwise "
+            "(any, holds no T x T scores), reference (holds them), or auto: the first of these that can honour every setting.",
+            choices=("auto", "cudnn", "flash", "blockwise", "reference"),
+        ),
+        "experts": Setting(
+            "auto",
+            "How experts' products are computed. kernel: grouped products, one kernel for all experts of a device (GPU, "
+            "bfloat16; on a CPU run as a plain program, for tests). loop: over blocks of rows of one expert. auto: kernel on a "
+            "GPU where it can honour every setting, else loop.",
+            choices=("auto", "kernel", "loop"),
         ),
         "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS.", location=True),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),

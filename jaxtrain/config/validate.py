@@ -19,6 +19,7 @@ from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, n
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
+from jaxtrain.model.moe.limits import refusal as experts_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.pipeline import schedule as pipeline_schedule
@@ -341,9 +342,11 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}; for a trial of so few "
             f"steps set {short}"
         )
-    for backend, refusal in (("cudnn", cudnn_refusal), ("blockwise", blockwise_refusal)):
+    for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
+    if config.runtime.experts == "kernel" and (reason := experts_refusal(config)):
+        found.append(f"runtime.experts: kernel cannot honour {reason}; use auto or loop")
     address = config.runtime.coordinator_address
     if address and (reason := address_problem(address)):
         found.append(f"runtime.coordinator_address={address}: {reason}")

@@ -257,8 +257,9 @@ class _Session:
         """Saves the state after `step`, with its evaluation if there is one."""
         with self.clock.within("save"):
             # after the last step, no other one says whether its weights are sound
-            self.keeper.judge(step, step < self.config.train.num_steps or sound(state.params))
-            self.keeper.save(step, state, evaluation, at_once=at_once)
+            last = step == self.config.train.num_steps
+            self.keeper.judge(step, not last or sound(state.params))
+            self.keeper.save(step, state, evaluation, at_once, last)
 
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxtrain.runtime import control
 from jaxtrain.train.state import TrainState
 
 log = logging.getLogger(__name__)
+AGAIN_S = 30.0  # between tries to save when storage fails
 
 
 def open_checkpointer(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Checkpointer:
@@ -68,12 +70,14 @@ class Keeper:
         self._checkpointer, self._lock, self._facts, self._more = checkpointer, lock, facts, more
         self._first_bad = 0  # the first step of those that have been skipped in a row up to now; 0: the last was fine
         self._postponed = self._failing = False  # failing: a save is, and is not to be tried again
+        self._again_at = 0.0  # after a save that failed: monotonic time before which no other one is tried
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the state after `step` is to be given to `save`, for which the loop waits for the devices."""
-        if self._postponed and not last and self._checkpointer.busy():
+        if self._postponed and not last and self._busy():
             return False
-        return self._postponed or self._checkpointer.should_save(step, last)
+        again = self._postponed and time.monotonic() >= self._again_at
+        return again or self._checkpointer.should_save(step, last)
 
     def improves(self, evaluation: dict[str, float]) -> bool:
         """Whether a state with this evaluation is among the best, which are kept."""
@@ -90,22 +94,44 @@ class Keeper:
         if not self._first_bad and not sound:
             self._first_bad = step + 1
 
-    def save(self, step: int, state: TrainState, evaluation: dict[str, float], at_once: bool = True) -> None:
+    def _goes_on_without(self, error: UserError) -> None:
+        """Tells that a save failed, and that training goes on; raises it where other processes cannot be told."""
+        if jax.process_count() > 1:
+            raise error
+        log.error("%s\nTraining goes on; the next save is tried in %.0f s, or when it is due", error, AGAIN_S)
+        self._again_at = time.monotonic() + AGAIN_S
+
+    def _busy(self) -> bool:
+        try:
+            return self._checkpointer.busy()
+        except UserError as error:
+            self._goes_on_without(error)
+            return False
+
+    def save(self, step: int, state: TrainState, evaluation: dict[str, float], at_once: bool = True, last: bool = True) -> None:
         """Saves, or postpones it until a step is fine again and, unless `at_once`, the save before has been written.
+
+        When the save before has failed, or this one does, that is told and it is tried again later, but not with `last`.
 
         `evaluation`: of this state, as far as there is one.
         """
         self.judge(step, bool(np.isfinite(evaluation.get("eval_loss", 0.0))))
         if self._first_bad and not self._postponed:
             log.warning("Step %d: no checkpoint is saved, nor any deleted, until a step is fine again", step)
-        busy = not at_once and not self._first_bad and self._checkpointer.busy()
+        busy = not at_once and not self._first_bad and self._busy()
         if busy and not self._postponed:
             log.warning("Step %d: the checkpoint before is still being written, this one is saved when it is done", step)
         self._postponed = bool(self._first_bad) or busy
         if not self._postponed:
             self._failing = True
             self._lock.require_held()
-            self._checkpointer.save(step, state, self._facts | self._more(), evaluation)
+            try:
+                self._checkpointer.save(step, state, self._facts | self._more(), evaluation)
+            except UserError as error:
+                if last:
+                    raise
+                self._goes_on_without(error)
+                self._postponed = True
             self._failing = False
 
     def save_after_error(
