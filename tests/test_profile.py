@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -18,8 +19,9 @@ from jaxtrain import profile as command
 from jaxtrain.command_line import command as run_command
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.hardware import gpus
-from jaxtrain.observe.profile import account, planned, record, show, spans, study, trace
+from jaxtrain.hardware import gpus, rates
+from jaxtrain.observe import compiles
+from jaxtrain.observe.profile import account, calibrate, planned, record, show, spans, study, trace
 from jaxtrain.observe.profile.account import EXPOSED, HOST_GAPS, IDLE
 from jaxtrain.observe.profile.operations import ATTENTION, COLLECTIVES, COPIES, MEMORY, OTHER, PRODUCTS, Operations, classify
 from jaxtrain.plan.predict.roofline import Links
@@ -266,3 +268,64 @@ def test_a_signal_records_three_steps(recorded, tmp_path):
     config.observe.profile_processes = ("1",)
     with pytest.raises(ConfigError, match="profile_processes: 1: the run has processes 0 to 0"):
         record.Recorder(config, tmp_path, None)
+
+
+def test_a_second_compilation_is_told(tmp_path, caplog):
+    """With shape, dtype, weak type, sharding and whether an array is committed; the log has both, and what the cache did."""
+    devices = jax.devices()
+    first = jax.device_put(np.ones(8, np.float32), devices[0])
+    with compiles.CompileLog(tmp_path / compiles.FILE).listening() as heard:
+        function = jax.jit(lambda tree, rate: (tree["x"] * rate).sum())
+        once = compiles.Once("the step", function, function.lower({"x": first}, np.float32(1)).compile())
+        assert once({"x": first}, np.float32(2)) == 16 and not caplog.records
+        assert once({"x": first}, 2.0) == 16 and not caplog.records  # the same program: a weak type asks for no other
+        other = jax.device_put(np.ones((2, 8), np.int32), devices[1])
+        assert once({"x": other}, np.float32(2)) == 32
+        assert once({"x": other}, np.float32(2)) == 32
+    [record_] = caplog.records
+    text = record_.getMessage()
+    assert text.startswith("the step is compiled again, for other arguments: [0]['x']: shape (8,) -> (2, 8), dtype float32")
+    assert "sharding SingleDeviceSharding" in text and "[1]: " not in text
+    with pytest.raises(TypeError):  # what is wrong with the same arguments is not a matter of compiling
+        once({"x": other})
+    rows = [json.loads(line) for line in (tmp_path / compiles.FILE).read_text().splitlines()]
+    assert (
+        rows == heard.rows
+        and [row["program"] for row in rows].count("_lambda") + [r["program"] for r in rows].count("<lambda>") == 2
+    )
+    assert {row["cache"] for row in rows} == {"off"} and all(row["seconds"] >= row["compile_s"] > 0 for row in rows)
+    assert "2 programs" in heard.summary() or len(rows) > 2
+    weak, strong = (compiles.described(x) for x in (2.0, np.float32(2)))
+    assert compiles.differences(weak, strong) == [": weak type True -> False"]
+
+
+def as_if_on(found, true, base, factor=1.0):
+    """A study whose steps take what rates give, times a factor."""
+    links = Links(gpus.by_key("h200"), 2, study.mesh_of(found.config), base)
+    wanted = planned.predict(found.operations, dataclasses.replace(links, rates=true)).account
+    wanted = dataclasses.replace(wanted, wall=wanted.wall * factor)
+    facts = found.facts | {"device_kind": "NVIDIA H200", "versions": dict.fromkeys(rates.VERSIONS, "9")}
+    return dataclasses.replace(found, facts=facts, steps={"GPU 0": [wanted]}, links=links, busy={})
+
+
+def test_rates_are_found_again(recorded, tmp_path, monkeypatch):
+    """From the times that known rates give; the band is the error of what they do not explain; plans read the file."""
+    _, found, _ = recorded
+    # Of a program as small as this, latencies would be all of the time.
+    base = dataclasses.replace(rates.RATES, kernel_s=1e-12, collective_s=1e-12, nvlink_step_s=1e-12, host_kernel_s=1e-13)
+    true = dataclasses.replace(base, product=0.5, memory=0.6, nvlink=0.7)
+    basis = rates.Basis(base, rates.ERROR_BAND)
+    one = as_if_on(found, true, base, 1.08)
+    measured = calibrate.calibrate([one], basis)
+    for name in ("memory", "nvlink"):
+        assert measured.rates[name] == pytest.approx(getattr(true, name), rel=0.01), name
+    assert "attention" not in measured.rates and "network" not in measured.rates
+    assert measured.error_band == pytest.approx(0.08, abs=0.005) < rates.ERROR_BAND
+    path = calibrate.save(measured, tmp_path)
+    read = rates.load(path, "h200")
+    assert read.rates.memory == measured.rates["memory"] and read.error_band == measured.error_band
+    assert "measured on h200" in str(read) and "on steps 3 to 12 of" in str(read)
+    two = calibrate.calibrate([as_if_on(found, true, base), as_if_on(found, true, base, 1.03)], basis)
+    assert two.error_band == pytest.approx(0.03, abs=0.003)
+    with pytest.raises(UserError, match="cpu is not in the table of GPUs"):
+        calibrate.calibrate([found], basis)

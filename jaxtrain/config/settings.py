@@ -283,6 +283,17 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "none, but SIGUSR2 to a process records its next three.",
             numbers=True,
         ),
+        "check_nans": Setting(
+            False,
+            "After a step whose gradient is not finite: run its forward once more, name the first layer and activation that is "
+            "not finite and such weights, and write the batch as text into WORKDIR/nonfinite. Other steps cost nothing.",
+        ),
+        "activation_stats_every_steps": Setting(
+            0,
+            "Each so many steps: rms, largest value and share of zeros of every named activation of every layer, into "
+            "WORKDIR/activations.jsonl; costs a forward pass of one microbatch. 0: never.",
+            low=0,
+        ),
         "profile_processes": Setting(("0",), "Processes that record profile_steps, by number; empty: all.", numbers=True),
     },
     "runtime": {

@@ -360,13 +360,7 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
-    if recorded := config.observe.profile_steps:
-        first, last = (*map(int, recorded), 0)[:2]
-        if len(recorded) != 2 or not 1 <= first <= last <= steps:
-            found.append(
-                f"observe.profile_steps: {','.join(recorded)} are not the first and the last step to record, from 1 to "
-                f"train.num_steps={steps}; write 10,13"
-            )
+    found += _observe_problems(config)
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
     if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
         why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"
@@ -385,4 +379,19 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
     if every and keep % every:
         nearest = nearest_multiples(keep, every)
         found.append(f"checkpoint.keep_every_steps: {keep} is not a multiple of save_every_steps={every}; nearest: {nearest}")
+    return found
+
+
+def _observe_problems(config: ml_collections.ConfigDict) -> list[str]:
+    steps, found = config.train.num_steps, []
+    for key in ("check_nans", "activation_stats_every_steps"):
+        if config.observe[key] and config.mesh.pipeline != 1:
+            found.append(f"observe.{key}: not with pipeline stages, got mesh.pipeline={config.mesh.pipeline}; set 0 or False")
+    if recorded := config.observe.profile_steps:
+        first, last = (*map(int, recorded), 0)[:2]
+        if len(recorded) != 2 or not 1 <= first <= last <= steps:
+            found.append(
+                f"observe.profile_steps: {','.join(recorded)} are not the first and the last step to record, from 1 to "
+                f"train.num_steps={steps}; write 10,13"
+            )
     return found

@@ -36,6 +36,7 @@ class Study:
       basis: what predicted times rest on.
       planned: None where the devices are not in the table of GPUs, as CPUs, and no topology was named.
       topology: of what `planned` is, "h200:1x8".
+      links: of the GPUs that were recorded; None where these are not in the table. busy: see `timeline.simulate`.
     """
 
     folder: pathlib.Path
@@ -46,6 +47,9 @@ class Study:
     basis: rates.Basis
     planned: Prediction | None
     topology: str
+    config: ml_collections.ConfigDict
+    links: Links | None
+    busy: dict[str, float]
 
     def by_step(self) -> list[Account]:
         """Each step, the mean over all devices."""
@@ -99,14 +103,15 @@ def study(folder: pathlib.Path, rates_file: str = "", topology: str = "") -> Stu
     if not steps:
         raise UserError(f"{folder}: the profiler recorded no operation of a device")
     basis, planned, gpu = rates.PLANNED, None, gpus.find(every[0]["device_kind"])
+    own = Links(gpu, every[0]["devices_of_a_process"], mesh_of(config)) if gpu else None
     if topology:
         found = compile.parse_topology(topology, rates_file)
         basis, planned = found.basis, _elsewhere(config, found)
     elif gpu:
         basis = rates.load(rates_file, gpu.key)
-        planned = predict(operations, Links(gpu, every[0]["devices_of_a_process"], mesh_of(config), basis.rates), busy)
+        planned = predict(operations, dataclasses.replace(own, rates=basis.rates), busy)
         topology = f"{every[0]['devices']} x {gpu.key}"
-    return Study(folder, every[0], traces, operations, steps, basis, planned, topology)
+    return Study(folder, every[0], traces, operations, steps, basis, planned, topology, config, own, busy)
 
 
 def mesh_of(config: ml_collections.ConfigDict) -> dict[str, int]:
