@@ -92,10 +92,10 @@ def test_what_raises_or_is_refused_does_not_stop_the_others(small, monkeypatch):
 
 @pytest.mark.slow
 def test_layers(small):
-    """Experts under three loads, fp8, loss; collectives over 2, 4 and 8 devices."""
+    """Experts in two ways under three loads, fp8, loss; collectives over 2, 4 and 8 devices."""
     rows = list(layers.check(small))
     assert {row.verdict for row in rows} == {OK}, rows
-    assert len(rows) == 3 * 2 + 3 + 2 * 2
+    assert len(rows) == 2 * 3 * 2 + 3 + 2 * 2
     many = Setup(tuple(jax.devices()), True, None, small.folder)
     rows = list(layers.collectives(many))
     assert {row.verdict for row in rows} == {OK} and len(rows) == 3 * 5 * 2
@@ -258,7 +258,7 @@ def test_other_numerics_and_rates_compile_for_a_gpu(monkeypatch):
     setup = h200(1)
     one = comparison(setup, "soft cap, window")
     programs = [*tried([one, *layers.comparisons(setup)]), (one.reference, one.inputs())]
-    timed = [p for make in (rates.products, rates.memory, rates.launches, rates.attention) for p in make(setup)]
+    timed = [p for make in (rates.products, rates.experts, rates.memory, rates.launches, rates.attention) for p in make(setup)]
     assert {p.name.partition(",")[0] for p in timed} >= {"cudnn", "blockwise", "reference"}
     compile_together(setup, programs + [(p.function, p.arguments) for p in timed])
     [chain] = (program for program in timed if program.name == "kernel after kernel")

@@ -274,7 +274,7 @@ def test_a_second_compilation_is_told(tmp_path, caplog):
     """With shape, dtype, weak type, sharding and whether an array is committed; the log has both, and what the cache did."""
     devices = jax.devices()
     first = jax.device_put(np.ones(8, np.float32), devices[0])
-    with compiles.CompileLog(tmp_path / compiles.FILE).listening() as heard:
+    with compiles.CompileLog(tmp_path).listening() as heard:
         function = jax.jit(lambda tree, rate: (tree["x"] * rate).sum())
         once = compiles.Once("the step", function, function.lower({"x": first}, np.float32(1)).compile())
         assert once({"x": first}, np.float32(2)) == 16 and not caplog.records

@@ -276,6 +276,14 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "observe": {
         "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
         "tensorboard": Setting(True, "Write TensorBoard events into WORKDIR/tensorboard."),
+        "loggers": Setting(
+            (),
+            "Also send metrics to wandb or mlflow, which need the extra of that name. A logger that fails or hangs is dropped, "
+            "the run goes on; variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI) say where they go.",
+        ),
+        "group_norms": Setting(
+            False, "Metrics also have the norms of gradients and of weights by group: embedder, attention, mlp and so on."
+        ),
         "verbose": Setting(False, "Also show what the libraries below print about themselves."),
         "profile_steps": Setting(
             (),

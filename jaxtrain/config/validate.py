@@ -20,6 +20,7 @@ from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
 from jaxtrain.model.moe.limits import refusal as experts_refusal
+from jaxtrain.observe.loggers import unknown
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.pipeline import schedule as pipeline_schedule
@@ -329,7 +330,7 @@ def _length_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
 
 
 def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
-    optimizer, steps, found = config.optimizer, config.train.num_steps, []
+    optimizer, steps, found = config.optimizer, config.train.num_steps, unknown(config.observe.loggers)
     decay = optimizer.decay_steps if optimizer.schedule == "wsd" else 0
     if optimizer.schedule == "wsd" and not decay:
         found.append("optimizer.decay_steps: schedule wsd needs a decay of at least 1 step, got 0")
@@ -342,6 +343,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}; for a trial of so few "
             f"steps set {short}"
         )
+    if config.observe.group_norms and "master" in config.memory.offload:
+        found.append("observe.group_norms: reads weights on devices, memory.offload=master keeps them on the host; drop one")
     for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")

@@ -30,11 +30,11 @@ _ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compil
 
 
 class CompileLog:
-    """What this process compiles while it is listened to (`listening`). `path`: of the file; None: rows are only kept."""
+    """What this process compiles while it is listened to (`listening`). `folder`: of the file; None: rows are only kept."""
 
-    def __init__(self, path: pathlib.Path | None):
+    def __init__(self, folder: pathlib.Path | None):
         self.rows: list[dict[str, Any]] = []
-        self._path, self._lock = path, threading.Lock()
+        self._path, self._lock = folder and folder / FILE, threading.Lock()
         self._phases: dict[tuple[int, str], dict[str, float]] = collections.defaultdict(dict)  # by thread and program
         self._cache: dict[int, str] = {}  # by thread, since the program that it compiles now has no name in these events
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--calibrate",
         default="",
-        help="WORKDIR[,WORKDIR...]: fit rates to recorded steps (observe.profile_steps); a file for --rates goes into the first",
+        help="WORKDIR[,WORKDIR...]: fit rates to recorded steps (observe.profile_steps) and write a file for --rates there",
     )
     calibrates = any(argument.startswith("--calibrate") for argument in arguments)
     config, args = load_config(arguments, parser, required=not calibrates)

@@ -55,7 +55,8 @@ class Functions:
             functions = [with_working_copy(function, matrices, execution.dtype) for function in functions]
         self._gradients, self._evaluation, self._logits, self._activations = functions
         routed = self._routed if self.model.num_experts else None
-        self.train_step = make_train_step(self._gradients, self._update, config.optimizer.clip_norm, routed)
+        clip_norm, by_group = config.optimizer.clip_norm, config.observe.group_norms
+        self.train_step = make_train_step(self._gradients, self._update, clip_norm, routed, by_group)
 
     def _make(self, key):
         return Decoder(nnx.Rngs(params=key), self.model, self.execution)

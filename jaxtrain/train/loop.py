@@ -20,15 +20,16 @@ import ml_collections
 import numpy as np
 
 from jaxtrain.checkpoint.lock import WorkdirLock
+from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
 from jaxtrain.errors import Stopped
 from jaxtrain.observe import clock as clocks
-from jaxtrain.observe import compiles
+from jaxtrain.observe import compiles, loggers
 from jaxtrain.observe.clock import Clock
-from jaxtrain.observe.figures import Figures, scalars
+from jaxtrain.observe.figures import Figures, of_experts, scalars
 from jaxtrain.observe.goodput import goodput, read_tries
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
 from jaxtrain.observe.profile.record import Recorder
@@ -57,9 +58,13 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     Stopped after a signal that `stop.install` has taken over.
     """
     workdir = pathlib.Path(workdir)
+    clock = Clock(workdir)
     setup_logging()
     require_valid(config)
-    with WorkdirLock(workdir, joining.join(config).index == 0) as lock:  # before devices start; the others hear of a refusal
+    first_process = joining.join(config).index == 0
+    if first_process and (absent := loggers.absent(config.observe.loggers)):
+        raise ConfigError(absent)
+    with WorkdirLock(workdir, first_process) as lock:  # before devices start; the others hear of a refusal
         control.at_end.append(lock.release)
         control.agree({"--workdir": str(workdir.resolve())})
         if config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes:
@@ -67,8 +72,7 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
-        log_file = workdir / compiles.FILE if jax.process_index() == 0 else None
-        with Clock(workdir) as clock, compiles.CompileLog(log_file).listening() as compiled:
+        with clock, compiles.CompileLog(workdir if first_process else None).listening() as compiled:
             control.at_end.append(lambda: clock.close("ended at once"))
             return _train(config, workdir, lock, clock, compiled)
 
@@ -97,12 +101,15 @@ def _train(config, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock, compi
             start.record(steps_done)
         if first_process:
             clock.record(memory_bytes={"by formula": preflight.formula_bytes(config, jax.device_count()), "compiled": needed})
-        with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
+        others = loggers.start(config.observe.loggers, workdir, config.to_dict()) if first_process and not finished else []
+        board = config.observe.tensorboard
+        with MetricsWriter(workdir, board, steps_done, enabled=first_process, loggers=others) as writer:
             recovery = Recovery(config, workdir, start, steps_done)
             keeper = Keeper(checkpointer, lock, start.facts, recovery.facts)
             figures = Figures(config, program.inventory, clock, writer)
             session = _Session(config, program, corpus, keeper, figures, step_compiled, recovery)
             state = session.train(state)
+            clock.enter("other")
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
                 "wall_s": round(sum(clock.seconds().values()), 3),
@@ -116,7 +123,6 @@ def _conclude(workdir: pathlib.Path, summary: dict[str, Any], clock: Clock, fini
     """Plots, the end of the clock, and the summary with where all the time went. finished: the run had no steps to do."""
     from jaxtrain.observe.plot import experts_plot, loss_plot
 
-    clock.enter("other")
     path = workdir / "summary.json"
     plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
     clock.close(clocks.NOTHING_TO_DO if finished else clocks.FINISHED)
@@ -341,20 +347,11 @@ class _Session:
             "skipped_steps": int(state.skipped),
             "rollbacks": self.recovery.count,
             "parameters": self.program.inventory.count,
-            **self._of_experts(),
+            **of_experts(self.config, self.program.inventory, self.last_metrics),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
             "versions": machine.versions(),
         }
-
-    def _of_experts(self) -> dict[str, Any]:
-        """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
-        if not self.config.model.num_experts:
-            return {}
-        found = {"active_parameters": self.program.inventory.active_count}
-        if "expert_load" in self.last_metrics:
-            found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
-        return found
 
 
 def _announce(config, program: Program, corpus: Corpus) -> None:
