@@ -42,14 +42,18 @@ def gpu_ids() -> list[str]:
 @functools.cache
 def driver_fields(field: str) -> list[str]:
     """A field of `nvidia-smi --query-gpu`, of each GPU; [] without a driver, or where it does not know the field."""
+    return nvidia_smi(f"--query-gpu={field}", "--format=csv,noheader").split("\n")[:-1]
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """What the command prints; "" without a driver, or where it fails."""
     if not (command := shutil.which("nvidia-smi")):
-        return []
+        return ""
     try:
-        query = [command, f"--query-gpu={field}", "--format=csv,noheader"]
-        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        result = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return result.stdout.split("\n")[:-1] if result.returncode == 0 else []
+        return ""
+    return result.stdout if result.returncode == 0 else ""
 
 
 def versions() -> dict[str, str]:

@@ -34,7 +34,7 @@ from jaxtrain.observe.goodput import goodput, read_tries
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
 from jaxtrain.observe.profile.record import Recorder
 from jaxtrain.observe.progress import Progress, setup_logging
-from jaxtrain.parallel import mesh
+from jaxtrain.parallel import mesh, topology
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
@@ -358,6 +358,7 @@ def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     log.info("Machine: %s", machine.devices_summary())
+    topology.show(program.layout.mesh)
     count = f"{program.inventory.count:,}"
     active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
     log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
