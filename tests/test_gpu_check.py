@@ -411,6 +411,8 @@ def times_of(true: hardware_rates.Rates, gpu) -> dict:
     first = flops / (true.attention * gpu.bf16_flops)
     both = first + 2.5 * flops / (true.attention_backward * gpu.bf16_flops)
     made["attention"] = {"cudnn, forward": (first, flops), "cudnn, forward and backward": (both, 3.5 * flops)}
+    made["attention"]["flash, forward and backward"] = 4.5 * flops / (true.flash * gpu.bf16_flops), 3.5 * flops
+    made["experts"] = {"rows by weights, 1 x 1x1x1": (flops / (true.grouped * gpu.bf16_flops), flops)}
     sent = made["collective_programs"] = {}
     for program in rates.collective_programs(Setup(tuple(jax.devices()), False, gpu, pathlib.Path())):
         kind, count = re.match(r"([\w-]+), (\d) devices", program.name).groups()
@@ -426,6 +428,7 @@ def test_rates_are_found_again(tmp_path, monkeypatch):
     """From the times that known rates give; the file is read by plans, with the band of the steps."""
     gpu = gpus.by_key("h200")
     changed = dict(product=0.66, product_ceiling=0.81, product_fp8=0.5, attention=0.6, attention_backward=0.4, memory=0.9)
+    changed |= dict(grouped=0.45, flash=0.3)
     changed |= dict(
         host=0.5, kernel_s=2e-6, host_loop_s=4e-5, nvlink=0.7, collective_s=2e-5, nvlink_step_s=2e-6, nvlink_half_bytes=5e5
     )
