@@ -284,6 +284,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "group_norms": Setting(
             False, "Metrics also have the norms of gradients and of weights by group: embedder, attention, mlp and so on."
         ),
+        "compare_hosts_every_steps": Setting(
+            50,
+            "Of several processes: how often their own parts of steps are compared, and the slowest named; 0: not.",
+            low=0,
+        ),
         "verbose": Setting(False, "Also show what the libraries below print about themselves."),
     },
     "runtime": {

@@ -31,6 +31,7 @@ from jaxtrain.observe import loggers
 from jaxtrain.observe.clock import Clock
 from jaxtrain.observe.figures import Figures, scalars
 from jaxtrain.observe.goodput import goodput, read_tries
+from jaxtrain.observe.hosts import Hosts
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
 from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.parallel import mesh, topology
@@ -159,7 +160,7 @@ class _Session:
             self._evaluate(state, 0)
         folder = self.recovery.workdir / "slow_steps"
         self.slow_steps = slow_steps.SlowSteps(config.runtime, folder, jax.process_index(), jax.process_count())
-        self.devices = clocks.Devices()
+        self.devices, self.hosts = clocks.Devices(), Hosts(config.observe.compare_hosts_every_steps, self.writer)
         self._read_from(self.start)
         step, pending = self.start, None  # pending: the step launched last, whose metrics are still on the devices
         try:
@@ -280,6 +281,7 @@ class _Session:
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
         self.slow_steps.finished(step)
+        self.hosts.finished(step, self.slow_steps.seconds)
         self.replicas.require_equal(step, metrics, self.keeper.saved)
         metrics = self.last_metrics = scalars(metrics)
         self.figures.throughput.finished()
