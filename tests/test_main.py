@@ -37,6 +37,7 @@ from jaxtrain.evaluate import evaluate
 from jaxtrain.main import main
 from jaxtrain.observe import progress
 from jaxtrain.observe.metrics import read_rows
+from jaxtrain.observe.profile import study
 from jaxtrain.runtime import startup
 from jaxtrain.train import loop
 from jaxtrain.train.optimizer import learning_rate
@@ -187,7 +188,7 @@ def stopped(place):
 def resumed(place, stopped):
     """The same command again, in a copy of the folder."""
     shutil.copytree(stopped.workdir, place / "resumed")
-    run = train(place, place / "resumed")
+    run = train(place, place / "resumed", "observe.profile_steps=14,15")
     assert run.code == 0, run.log
     return run
 
@@ -315,6 +316,15 @@ def test_one_compilation_of_the_step(straight, resumed):
         later = run.compiled[run.compiled.index("step 11/20") :]
         compiled_later = [name for name in later if not name.startswith("step ")]
         assert compiled_later == ([] if run is straight else ["jit(evaluation)"])  # the evaluation of the resumed run
+
+
+@pytest.mark.slow
+def test_steps_are_recorded(resumed):
+    """Beside what the run does anyway; the command's line is in the log."""
+    found = study.study(study.newest(resumed.workdir))
+    assert f"Profile of steps 14 to 15: python -m jaxtrain.profile {resumed.workdir}" in resumed.log
+    assert len(found.steps) == 8 and {tuple(each.step for each in steps) for steps in found.steps.values()} == {(14, 15)}
+    assert not list(found.folder.parent.glob("step_*/*/*.tmp")) and found.mean().parts["exposed communication"] > 0
 
 
 # Stopping and continuing.

@@ -15,6 +15,7 @@ import ml_collections
 
 from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
+from jaxtrain.config.observing import problems as observe_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
@@ -363,10 +364,16 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
+    found += observe_problems(config)
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
     if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
         why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"
         found.append(f"train.on_spike: rollback needs checkpoints to go on from, not {why}; change that, or use skip")
+    if config.train.spike_patience_steps > 1 and config.train.on_spike in ("warn", "skip"):
+        patience, policy = config.train.spike_patience_steps, config.train.on_spike
+        found.append(f"train.spike_patience_steps: {patience} means nothing with train.on_spike={policy}; set 1")
+    if config.runtime.on_slow_step == "stop" and not config.runtime.slow_step_factor:
+        found.append("runtime.on_slow_step: no step is slow with runtime.slow_step_factor=0; set that, or dump")
     if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
         found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")
     for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only", "copy_to"):

@@ -91,6 +91,22 @@ def agree(facts: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
+def note(kind: str, value: Any) -> None:
+    """Leaves a JSON value for process 0, in place of this process's last one of the kind; waits for nobody."""
+    if current:
+        current.note(kind, value)
+
+
+def notes(kind: str) -> dict[int, Any]:
+    """The notes that have arrived, by process; {} elsewhere than on process 0."""
+    return dict(current.notes_of(kind)) if current else {}
+
+
+def count() -> int:
+    """How many processes there are."""
+    return current.processes.count if current else 1
+
+
 def compiled_together(function: Any) -> Callable[..., Any]:
     """A jitted function that is compiled at its first call, on all processes, before any of them runs it: collectives wait less
     long for each other than compilations may differ."""
@@ -200,6 +216,14 @@ class Channel:
         """The hub's answer to one value from each process. It waits as long as all give signs of life."""
         self._round += 1
         return self._run(self._exchange(kind, self._round, value))
+
+    def note(self, kind: str, value: Any) -> None:
+        """See the function of this name."""
+        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, note=kind, value=value))
+
+    def notes_of(self, kind: str) -> dict[int, Any]:
+        """See `notes`."""
+        return self._hub.notes.get(kind, {}) if self.processes.index == 0 else {}
 
     def ask_to_stop(self, signal_name: str) -> None:
         """Asks all processes to stop at the same step; the answer comes through `freeze` and `decide`."""
