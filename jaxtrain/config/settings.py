@@ -290,6 +290,24 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             low=0,
         ),
         "verbose": Setting(False, "Also show what the libraries below print about themselves."),
+        "profile_steps": Setting(
+            (),
+            "First and last step to record with jax's profiler, as 10,13; python -m jaxtrain.profile WORKDIR reads it. Empty: "
+            "none, but SIGUSR2 to a process records its next three.",
+            numbers=True,
+        ),
+        "check_nans": Setting(
+            False,
+            "After a step whose gradient is not finite: run its forward once more, name the first layer and activation that is "
+            "not finite and such weights, and write the batch as text into WORKDIR/nonfinite. Other steps cost nothing.",
+        ),
+        "activation_stats_every_steps": Setting(
+            0,
+            "Each so many steps: rms, largest value and share of zeros of every named activation of every layer, into "
+            "WORKDIR/activations.jsonl; costs a forward pass of one microbatch. 0: never.",
+            low=0,
+        ),
+        "profile_processes": Setting(("0",), "Processes that record profile_steps, by number; empty: all.", numbers=True),
     },
     "runtime": {
         "platform": Setting("auto", "auto takes a GPU when there is one.", choices=("auto", "cpu", "gpu")),

@@ -15,6 +15,7 @@ import ml_collections
 
 from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
+from jaxtrain.config.observing import problems as observe_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
@@ -363,6 +364,7 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
+    found += observe_problems(config)
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
     if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
         why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from jaxtrain.gpu_check import machine
 from jaxtrain.gpu_check.records import Row, Setup, skipped
 from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.predict.roofline import Links
+from jaxtrain.runtime import machine
 
 LINK_RATES = ("nvlink", "collective_s", "nvlink_step_s", "nvlink_half_bytes")  # fitted together, where there are several GPUs
 

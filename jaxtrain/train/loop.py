@@ -27,24 +27,26 @@ from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
 from jaxtrain.errors import Stopped
 from jaxtrain.observe import clock as clocks
-from jaxtrain.observe import loggers
+from jaxtrain.observe import compiles, loggers
 from jaxtrain.observe.clock import Clock
-from jaxtrain.observe.figures import Figures, scalars
+from jaxtrain.observe.figures import Figures, of_experts, scalars
 from jaxtrain.observe.goodput import goodput, read_tries
 from jaxtrain.observe.hosts import Hosts
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
+from jaxtrain.observe.profile.record import Recorder
 from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.parallel import mesh, topology
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
+from jaxtrain.train.diagnosis import Diagnosis
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
 from jaxtrain.train.replicas import Damaged, Replicas
 from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
-from jaxtrain.train.start import Start
+from jaxtrain.train.start import Start, resolved
 from jaxtrain.train.state import TrainState, with_ema
 
 log = logging.getLogger(__name__)
@@ -71,19 +73,19 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
-        with clock:
+        with clock, compiles.CompileLog(workdir if first_process else None).listening() as compiled:
             control.at_end.append(lambda: clock.close("ended at once"))
-            return _train(config, workdir, lock, clock)
+            return _train(config, workdir, lock, clock, compiled)
 
 
-def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock) -> dict[str, Any]:
+def _train(config, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock, compiled: compiles.CompileLog) -> dict[str, Any]:
     """The part of `run` that has devices, in a workdir that is locked for this run."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
     control.agree(prints)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
-    start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)
+    start = Start(resolved(config, program), program, corpus.fingerprints, workdir)
     require_metric(config, list(corpus.eval))
     first_process = jax.process_index() == 0
     with open_checkpointer(config, workdir) as checkpointer:
@@ -94,6 +96,7 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
         control.agree({"the step to continue from": steps_done})  # and all have compiled
         text, needed, _ = preflight.compiled(step_compiled, jax.local_devices()[0])
         log.info("Step compiled in %.1f s: %s", compile_s, text)
+        log.info("Compiled: %s", compiled.summary())
         finished = steps_done >= config.train.num_steps
         if first_process and not (finished and (workdir / "config.json").exists()):
             start.record(steps_done)
@@ -135,12 +138,15 @@ class _Session:
 
     def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, figures: Figures, step_compiled, recovery):
         self.config, self.program, self.corpus = config, program, corpus
-        self.keeper, self.figures, self.step_compiled = keeper, figures, step_compiled
+        self.keeper, self.figures = keeper, figures
+        self.step_compiled = compiles.Once("The train step", program.train_step, step_compiled)
+        self.recorder = Recorder(resolved(config, program), recovery.workdir, step_compiled, recovery.steps_done)
+        self.diagnosis = Diagnosis(program, corpus.tokenizer, recovery.workdir)
         self.recovery, self.start = recovery, recovery.steps_done
         self.clock, self.writer = figures.clock, figures.writer
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
-        self.eval_step = control.compiled_together(program.eval_step)
+        self.eval_step = compiles.together("The evaluation", program.eval_step, control.meet)
         self.replicas = Replicas(config.runtime.check_replicas_every_steps, program.abstract_state, program.layout.mesh)
 
     @functools.cached_property
@@ -198,6 +204,7 @@ class _Session:
             self.keeper.save_after_error(state, pending, self.start, self.replicas.agree)
             raise
         finally:
+            self.recorder.close()
             self.batches.close()
             self.devices.close()
             self.slow_steps.close()
@@ -206,14 +213,20 @@ class _Session:
         return state
 
     def _launch(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Starts a step on the devices, with the next batch."""
+        """Starts a step on the devices, with the next batch. Where it is recorded, it waits for it."""
+        if self.recorder.begin(step, state):
+            self._pause()
         self.slow_steps.waits_for(step, slow_steps.DATA)
-        batch = self.clock.wait_for(lambda: next(self.batches), self.devices.idle_since)
+        rows = self.clock.wait_for(lambda: next(self.batches), self.devices.idle_since)
         self.slow_steps.waits_for(step, slow_steps.LAUNCH)
-        batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
+        batch = self.program.put_batch(with_sources(rows) if len(self.corpus.train) > 1 else rows)
         rate = np.float32(learning_rate(self.config, steps_done=step - 1))
-        state, metrics = self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
+        with self.recorder.step(step):
+            state, metrics = self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
         self.devices.launched(metrics)
+        self.diagnosis.launched(step, rows, batch, state.params)
+        if self.recorder.end(step, metrics):
+            self._pause()
         return state, metrics
 
     def _read_from(self, step: int) -> None:
@@ -229,6 +242,7 @@ class _Session:
         self.clock.enter("restore")
         self.batches.close()
         self._pause()
+        self.diagnosis.forget()
         state, good = self.recovery.back(state, step, self.keeper)
         self.writer.rewind(good)
         figures = {"event": "rollback", "from_step": step, "skipped_batches": self.recovery.skipped_batches}
@@ -284,6 +298,7 @@ class _Session:
         self.hosts.finished(step, self.slow_steps.seconds)
         self.replicas.require_equal(step, metrics, self.keeper.saved)
         metrics = self.last_metrics = scalars(metrics)
+        self.diagnosis.finished(step, metrics["grad_norm"])
         self.figures.throughput.finished()
         self.clock.finished(step)
         if metrics["targets"] == 0:
@@ -334,20 +349,11 @@ class _Session:
             "skipped_steps": int(state.skipped),
             "rollbacks": self.recovery.count,
             "parameters": self.program.inventory.count,
-            **self._of_experts(),
+            **of_experts(self.config, self.program.inventory, self.last_metrics),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
             "versions": machine.versions(),
         }
-
-    def _of_experts(self) -> dict[str, Any]:
-        """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
-        if not self.config.model.num_experts:
-            return {}
-        found = {"active_parameters": self.program.inventory.active_count}
-        if "expert_load" in self.last_metrics:
-            found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
-        return found
 
 
 def _announce(config, program: Program, corpus: Corpus) -> None:
@@ -390,11 +396,3 @@ def _compile_step(program: Program) -> tuple[Any, float]:
     start = time.monotonic()
     compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
     return compiled, time.monotonic() - start
-
-
-def _resolved(config: ml_collections.ConfigDict, program: Program) -> ml_collections.ConfigDict:
-    """The config with the mesh axis of -1 filled in."""
-    resolved = ml_collections.ConfigDict(config.to_dict())
-    for axis in AXES:
-        resolved.mesh[axis] = program.layout.size(axis)
-    return resolved.lock()
