@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import importlib.resources
 import io
 import json
@@ -11,6 +10,7 @@ import re
 import jax
 import pytest
 import tiny
+from html_tags import Tags
 from planned import ONE_ROW, config, needs_plugin, plan
 from rich.console import Console
 
@@ -66,37 +66,14 @@ def test_json_has_the_whole_plan():
     assert found["time"]["step_s"] > 0 and 0 < found["time"]["error_band"] < 1 and found["time"]["rates"]["product"]
 
 
-class _Tags(html.parser.HTMLParser):
-    """Checks that tags are closed in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.seen, self.texts = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.seen.append((tag, dict(attributes)))
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.seen.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-
 @needs_plugin
 @pytest.mark.plan
 def test_page_is_self_contained_and_whole():
     text = page.render(plan(), ())
-    tags = _Tags()
-    tags.feed(text)
+    tags = Tags(text)
     assert tags.open == []
     assert not re.search(r"https?://|<script|@import|url\(", text)
-    words = " ".join(tags.texts)
+    words = tags.words
     for title in ("Memory of a GPU", "Memory over the step", "Communication", "Forward:", "Backward:", "Largest 20 buffers"):
         assert title in words
     widths = [float(attributes["width"]) for tag, attributes in tags.seen if tag == "rect"]

@@ -26,8 +26,8 @@ FLOORS = {
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity gpu_check",
-    6: "command_line api main supervise train.loop train.conversion convert evaluate generate lm_eval tokenize inspect_data "
-    "tune",
+    6: "command_line api main supervise train.loop train.conversion convert evaluate generate lm_eval tokenize "
+    "inspect_data report tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ROOMS = {name.split(".")[0] for name in FLOOR_OF}
@@ -44,9 +44,10 @@ MANY_PARAMETERS = {"jaxtrain.runtime.compat.cudnn_attention_backward", "jaxtrain
 # moving average of weights, which checkpoints stay, another optimizer, checkpoints in object storage,
 # reading them part by part; measured rates; pairs of blocks of attention; estimates beside the heap, pinned memory, whole
 # entries of the compile cache; shapes of products, what updates touch, launches; steps that hang; where a run's time goes;
-# supervisors.
+# supervisors;
+# the report of runs.
 # The check of GPUs is a program of its own beside training: what it measures, compares, and shows.
-BUDGETS = {"jaxtrain": 15_070, "jaxtrain.plan": 3_380, "jaxtrain.gpu_check": 1_365}
+BUDGETS = {"jaxtrain": 15_740, "jaxtrain.plan": 3_380, "jaxtrain.gpu_check": 1_365}
 OTHERS = (  # data, foreign weights, a foreign harness, the check of GPUs
     *("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize"),
     *("jaxtrain.lm_eval", "jaxtrain.train.scoring", "jaxtrain.gpu_check"),
