@@ -147,6 +147,10 @@ def _layouts() -> dict[str, dict]:
     found |= {
         "expert 8": ("experts", dict(mesh__expert=8)),
         "expert 2, tensor 2, fsdp 2": ("experts", dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__remat="full")),
+        "expert 2, tensor 2, fsdp 2, kernel": (
+            "experts",
+            dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__remat="full", runtime__experts="kernel"),
+        ),
         "expert 4, sequence 2": ("experts", dict(mesh__expert=4, mesh__sequence=2, train__accumulation_steps=2)),
         "expert 2, data 2, tensor 2": (
             "capacity",

@@ -12,6 +12,7 @@ from jaxtrain.model.attention import backend as backends
 from jaxtrain.model.attention import blockwise, reference
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
+from jaxtrain.model.attention.ring import BACKENDS
 from jaxtrain.model.attention.sinks import with_sinks
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.collectives import all_gather, axis_index
@@ -54,7 +55,7 @@ def exact(q, k, v, segments, window=0, softcap=0.0, scale=H**-0.5, sinks=None):
 
 def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8, windows=()):
     layout = layout or layout_of()
-    settings = Settings(H**-0.5, softcap, block, windows, layout.context)
+    settings = Settings(H**-0.5, softcap, block, windows, layout.context, interpret=True)
     if backend == "reference":
         positions = Positions(jnp.arange(T), jnp.asarray(segments))
         return reference.attend(q, k, v, Mask(positions, positions, window), settings)[0]
@@ -65,7 +66,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8,
         queries = Positions(layout.context.row_positions(axis_index(layout, "sequence"), jnp.arange(length), length), segments)
         keys = Positions(jnp.arange(T), natural(all_gather(layout, segments, "sequence", 1), layout))
         k, v = whole_row(k, layout), whole_row(v, layout)
-        return (blockwise.attend(q, k, v, Mask(queries, keys, window), settings)[0],)
+        return (BACKENDS[backend].attend(q, k, v, Mask(queries, keys, window), settings)[0],)
 
     @jax.custom_vjp
     def attend(q, k, v):
@@ -84,7 +85,7 @@ def run(backend, q, k, v, segments, window=0, softcap=0.0, layout=None, block=8,
     return attend(q, k, v)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "flash"])
 @pytest.mark.parametrize("window,softcap", [(0, 0.0), (5, 0.0), (0, 2.0), (9, 3.0)])
 def test_equal_to_float64(backend, window, softcap):
     q, k, v, segments = inputs()
@@ -111,7 +112,7 @@ def test_blockwise_gradients_equal_reference(mesh, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "flash"])
 @pytest.mark.parametrize("mesh", [{}, {"sequence": 2}, {"tensor": 2}])
 def test_documents_do_not_see_each_other(backend, mesh):
     """C06: change every token of document A, and document B's outputs and gradients know nothing of it."""
@@ -127,7 +128,7 @@ def test_documents_do_not_see_each_other(backend, mesh):
         assert np.all(g[0, :5] == 0) and np.all(g[0, 13:] == 0) and np.abs(g[0, 5:13]).max() > 0
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "flash"])
 def test_rows_that_see_nothing_give_zero_and_finite_gradients(backend):
     q, k, v, segments = inputs(4)
     segments[:] = 0
@@ -135,24 +136,24 @@ def test_rows_that_see_nothing_give_zero_and_finite_gradients(backend):
     assert value == 0 and all(np.all(g == 0) for g in grads)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "flash"])
 def test_large_scores_do_not_overflow(backend):
     q, k, v, segments = inputs(5)
     got = jax.jit(lambda *a: run(backend, *a, segments))(q * 200, k, v)
     np.testing.assert_allclose(got, exact(q * 200, k, v, segments), atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "flash"])
 def test_sinks_take_part_in_the_softmax(backend):
     """Outputs against float64, gradients (of the sinks too) against differences; a row of nothing but padding stays 0."""
     q, k, v, segments = inputs(7)
     segments[1] = 0
     sinks = np.random.default_rng(8).normal(size=(K, G)).astype(np.float32)
     row = Positions(jnp.arange(T), jnp.asarray(segments))
-    attend = {"reference": reference.attend, "blockwise": blockwise.attend}[backend]
+    attend, settings = BACKENDS[backend].attend, Settings(H**-0.5, 3.0, 8, interpret=True)
 
     def function(q, k, v, sinks):
-        return with_sinks(*attend(q, k, v, Mask(row, row, 9), Settings(H**-0.5, 3.0, 8)), sinks)
+        return with_sinks(*attend(q, k, v, Mask(row, row, 9), settings), sinks)
 
     wanted = exact(q, k, v, segments, 9, 3.0, sinks=sinks)
     np.testing.assert_allclose(jax.jit(function)(q, k, v, sinks), wanted, atol=2e-6)
@@ -167,6 +168,35 @@ def test_sinks_take_part_in_the_softmax(backend):
             moved[number] = moved[number] + step * direction
             ends.append(np.sum(weigh * exact(*moved[:3], segments, 9, 3.0, sinks=moved[3])))
         assert np.sum(np.asarray(g) * direction) == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "widths, length, window, softcap",
+    [((24, 16), 300, 70, 5.0), ((48, 48), 129, 0, 0.0)],
+    ids=["values narrower than keys", "keys in two parts"],
+)
+def test_flash_in_several_blocks(widths, length, window, softcap):
+    """Output, log-sum-exp, and gradients through both: blocks of both sizes, short documents, padding, odd lengths."""
+    rng = np.random.default_rng(0)
+    shapes = (2, length, 1, 2, widths[0]), (2, length, 1, widths[0]), (2, length, 1, widths[1])
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    segments = np.stack([1 + (np.arange(length) > length // 3), np.arange(length) // 20 + 1])
+    segments[0, -5:] = 0
+    row = Positions(jnp.arange(length), jnp.asarray(segments, jnp.int32))
+    settings = Settings(0.2, softcap, windows=(0, window), interpret=True)
+    weigh = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((*q.shape[:-1], widths[1]), q.shape[:-1])]
+
+    def function(attend):
+        def run(q, k, v):
+            found = attend(q, k, v, Mask(row, row, jnp.int32(window)), settings)
+            found = [jnp.where(jnp.isfinite(x), x, 0.0) for x in found]
+            return sum(jnp.sum(w * x) for w, x in zip(weigh, found, strict=True)), found
+
+        return jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))(q, k, v)
+
+    for a, b in zip(*(jax.tree.leaves(function(x.attend)) for x in (BACKENDS["flash"], reference)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4 if a.ndim == 0 else 5e-6)
 
 
 def test_blockwise_holds_no_full_scores():
@@ -263,6 +293,18 @@ def test_a_backend_that_cannot_serve_is_refused_by_name():
     with pytest.raises(ConfigError, match="attention_softcap=50.0"):
         backends.choose(config, "gpu")
     config.runtime.attention = "auto"
-    assert backends.choose(config, "gpu") == "blockwise"
+    config.precision.compute_dtype = "float32"
+    assert backends.choose(config, "gpu") == backends.choose(config, "cpu") == "blockwise"
+    config.precision.compute_dtype = "bfloat16"
+    assert backends.choose(config, "gpu") == backends.choose(config, "gpu", "10.0") == "flash"
+    assert backends.choose(config, "cpu") == backends.choose(config, "gpu", "8.0") == "blockwise"
+    config.runtime.attention = "flash"
+    assert backends.choose(config, "cpu") == "flash"
+    with pytest.raises(ConfigError, match="flash cannot honour a GPU of compute capability 8.0"):
+        backends.choose(config, "gpu", "8.0")
+    config.model.head_dim = 264
+    with pytest.raises(ConfigError, match=r"flash cannot honour model.head_dim=264 \(a multiple of 16 up to 256\)"):
+        backends.choose(config, "gpu")
+    config.model.head_dim, config.runtime.attention = 64, "auto"
     config.model.dropout_attention = 0.1
     assert backends.choose(config, "gpu") == "reference"

@@ -394,7 +394,7 @@ def test_going_back_to_an_earlier_step(run_of_three, caplog):
         restored, _, step = checkpointer.restore_newest(abstract(make_state()), again)
         assert step == 1 and saved_steps(run_of_three) == [1]
         assert_identical(restored, make_state(1))
-        assert "3 is later than checkpoint.restore_step: moved to " in caplog.text
+        assert "3 is later than the step gone back to: moved to " in caplog.text
         checkpointer.save(3, make_state(30), FACTS | {"again": 1})
     assert {path.name for path in (root / "set_aside").iterdir()} == {"2-1", "3-1", "3-1.metrics.jsonl"}
     with Checkpointer(run_of_three, 1) as checkpointer:
@@ -569,7 +569,7 @@ def test_failure_to_read_arrays_is_not_damage(run_of_three, monkeypatch):
     assert saved_steps(run_of_three) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("surfaces_at", ["wait", "next save", "close"])
+@pytest.mark.parametrize("surfaces_at", ["wait", "next save", "close", "busy"])
 def test_failed_write_surfaces_and_costs_no_checkpoint(tmp_path, surfaces_at):
     checkpointer = Checkpointer(tmp_path, 1, Keep(last=1))
     checkpointer.save(1, make_state(1), FACTS)
@@ -580,6 +580,7 @@ def test_failed_write_surfaces_and_costs_no_checkpoint(tmp_path, surfaces_at):
         then = {
             "wait": checkpointer.wait,
             "close": checkpointer.close,
+            "busy": lambda: [time.sleep(0.02) for _ in range(1000) if checkpointer.busy()],
             "next save": lambda: checkpointer.save(3, make_state(3), FACTS),
         }[surfaces_at]
         with pytest.raises(UserError) as error:

@@ -216,14 +216,15 @@ def compile_together(setup: Setup, programs) -> jax.stages.Compiled:
 
     functions, arguments = zip(*programs, strict=True)
     arguments = jax.tree.map(abstract, arguments)
-    with compat.cudnn_for("9.0"):
+    with compat.lowering_for("9.0"):
         whole = jax.jit(lambda arguments: [f(*a) for f, a in zip(functions, arguments, strict=True)])
         lowered = whole.trace(arguments).lower(lowering_platforms=("cuda",))
     return lowered.compile(compiler_options=compiler.NEEDED_OPTIONS | {"xla_backend_optimization_level": 0})
 
 
 SAME_PROGRAM = re.compile(
-    "one document|a row of|documents of|window, packed|triangle, packed|rectangle, (partial|nothing|one)|experts, (uneven|all)"
+    "one document|a row of|documents of|window, packed|triangle, packed|rectangle, (partial|nothing|one)"
+    r"|experts by \w+, (uneven|all)"
 )
 
 

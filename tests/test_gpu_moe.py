@@ -9,9 +9,13 @@ import jax
 import pytest
 from planned import config, needs_plugin
 
+from jaxtrain.model.moe import grouped_matmul
+from jaxtrain.model.moe.dispatch import EVEN_ROWS
 from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.predict.closed_form import closed_form
+from jaxtrain.plan.predict.roofline import cost, needs_kernel
 from jaxtrain.plan.read.collectives import Collective
+from jaxtrain.runtime import compat
 
 pytestmark = [pytest.mark.plan, pytest.mark.slow]
 GIB, MIB = 2**30, 2**20
@@ -35,6 +39,67 @@ def step() -> compiler.Compiled:
 @functools.cache
 def found() -> list[Collective]:
     return [c for c in step().collectives() if c.executions]
+
+
+def kernels(step: compiler.Compiled, scope: str) -> float:
+    """How many kernels a step runs whose operations are in a scope."""
+    module = step.module
+
+    def count(computation, times):
+        found = 0.0
+        for i in computation.instructions:
+            if i.opcode == "while":
+                trips = module.trip_count(i)
+                found += count(module.computations[i.called[0]], times * (1 if trips is None else trips))
+            elif i.opcode in ("call", "conditional"):
+                found += count(module.computations[i.called[0]], times)
+            elif needs_kernel(module, i) and scope in i.op_name:
+                found += times
+        return found
+
+    return count(module.computations[module.entry], 1)
+
+
+@functools.cache
+def many_small_experts() -> compiler.Compiled:
+    """Qwen3-30B-A3B, two of its 48 layers."""
+    changes = "mesh.data=1", "data.global_batch_rows=8", "train.accumulation_steps=1", "model.num_layers=2"
+    return compiler.compile_step(config(*changes, preset="qwen3_30b_a3b"), "h200:1x8")
+
+
+@needs_plugin
+@pytest.mark.parametrize("compiled, layers", [(step, LAYERS), (many_small_experts, 2)])
+def test_products_are_one_kernel_for_all_experts(compiled, layers):
+    """In each of two rounds three forward, two again as hidden activations are recomputed, and five in the backward; with all
+    that brings rows there and back 120 a layer, where a loop over blocks has 3,660 for Qwen3-30B-A3B.
+    """
+    done = compiled()
+    assert kernels(done, EVEN_ROWS) == layers * 2 * (3 + 2 + 5)
+    assert kernels(done, "experts") <= 125 * layers
+    module, model = done.module, done.program.config.model
+    calls = [
+        i for i in module.nodes.values() if EVEN_ROWS in i.op_name and i.opcode == "custom-call" and "overflow" not in i.op_name
+    ]
+    found = [cost(module, i) for i in calls]
+    products = 2 * T * model.experts_per_token * model.embed_dim * model.expert_mlp_dim
+    # Of rows that there are, without the slack of buffers; six products in the backward. Layers are a loop and the last one.
+    assert sum(c.flops for c in found) == pytest.approx(2 * (3 + 2 + 6) * products)
+    assert all(c.kernel and c.bytes > 2 * T * model.experts_per_token for c in found)
+
+
+@needs_plugin
+def test_grouped_products_compile_for_blackwell():
+    [device] = compiler.describe("b200", 1, 1)
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def both(x, w, y, expert, first):
+        return grouped_matmul.product([x], [w], expert), grouped_matmul.gradient(x, y, first, None, 128)
+
+    shapes = ((1024, 256), "bfloat16"), ((4, 256, 192), "bfloat16"), ((1024, 192), "bfloat16"), ((8,), "int32"), ((5,), "int32")
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+    with compat.lowering_for("10.0"):
+        lowered = jax.jit(both).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.compile(compiler_options=compiler.NEEDED_OPTIONS).as_text().count("xla.gpu.triton") == 2
 
 
 @needs_plugin

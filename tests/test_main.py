@@ -659,7 +659,7 @@ def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_
         assert "no checkpoint is saved, nor any deleted, until a step is fine again" in run.log
         assert saved_steps(workdir) == [5, 10, 11]
     run = train(place, workdir, "checkpoint.restore_step=10")
-    assert run.code == 0 and "11 is later than checkpoint.restore_step: moved to " in run.log, run.log
+    assert run.code == 0 and "11 is later than the step gone back to: moved to " in run.log, run.log
     assert run.summary["started_from_step"] == 10
     jax.tree.map(np.testing.assert_array_equal, straight.state, run.state)
     assert {path.name for path in (workdir / "checkpoints" / "set_aside").iterdir()} == {"11-1", "11-1.metrics.jsonl"}
@@ -732,8 +732,10 @@ def test_mesh_that_does_not_fit_the_devices(place, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(place, straight):
+    """Copies of the state are compared, and found equal."""
     workdir = place / "processes"
     command_line = [sys.executable, "-m", "jaxtrain.main", f"--config={place}/tiny.py", f"--workdir={workdir}"]
+    command_line += ["--config.runtime.check_replicas_every_steps=5"]
     launcher = [sys.executable, str(ROOT / "scripts/launch_local.py"), "-n", "2", "--devices-per-process=4", "--"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     result = subprocess.run(
@@ -747,5 +749,5 @@ def test_two_processes_give_the_losses_of_one(place, straight):
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     summary = json.loads((workdir / "summary.json").read_text())
     assert "2 processes" in summary["devices"] and summary["mesh"] == straight.summary["mesh"]
-    assert result.stderr.count("step 20/20") == 1
+    assert result.stderr.count("step 20/20") == 1 and result.stderr.count("Copies are compared every 5 steps") == 1
     assert len(list((workdir / "tensorboard").iterdir())) == 1

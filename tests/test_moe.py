@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from tiny import assert_close, batch, config, host, program
 
+from jaxtrain.config import ConfigError
 from jaxtrain.model.execution import Execution
-from jaxtrain.model.moe import balance
+from jaxtrain.model.moe import balance, grouped_matmul, limits
 from jaxtrain.model.moe import dispatch as exchange
 from jaxtrain.model.moe.layer import Moe
 from jaxtrain.model.moe.router import Router, RouterSums, capacity, choose
@@ -35,6 +36,7 @@ ROUTERS = {
         model__experts_per_token=3,
     ),
     "plain experts": dict(model__mlp="gelu"),
+    "kernel": dict(runtime__experts="kernel"),
 }
 ROWS, LENGTH = 2, 5
 
@@ -51,7 +53,8 @@ def layout():
 
 def layer(c):
     """The layer's graph and its weights, as a nested dict of float32 arrays, biases moved off 0."""
-    graph, weights = nnx.split(Moe(nnx.Rngs(0), c.model, Execution(layout()), 0.1))
+    execution = Execution(layout(), experts=limits.choose(c, "cpu"), interpret=True)
+    graph, weights = nnx.split(Moe(nnx.Rngs(0), c.model, execution, 0.1))
     weights = nnx.to_pure_dict(weights)
     if c.model.router_bias:
         weights["router"]["bias"] = jax.random.normal(jax.random.key(1), weights["router"]["bias"].shape) * 0.3
@@ -221,16 +224,88 @@ def assert_same_step(got, wanted):
     assert_close(got[1], wanted[1])
 
 
-@pytest.mark.parametrize("changes", [dict(mesh__expert=8), dict(mesh__expert=4, mesh__data=2, memory__remat="full")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [dict(mesh__expert=8, runtime__experts="kernel"), dict(mesh__expert=4, mesh__data=2, memory__remat="full")],
+)
 def test_all_tokens_to_one_device(changes):
     """Far more than a round of the exchange holds; nothing is lost and nothing is wrong."""
     ways = changes["mesh__expert"]
     p = program(config(**WEIGHED | changes))
-    s = exchange.sizes(p.layout, 16 * 16 // 8, 2, 8, 1.25, 2)
+    s = exchange.sizes(p.layout, 16 * 16 // 8, 2, 8, (1.25, 2))
     assert s.rows == 40 // ways and s.overflows, "64 choices less padding for one device: six rounds or more"
     got, wanted = (first_step(one_expert=True, **m) for m in (changes, {}))
     assert_same_step(got, wanted)
     np.testing.assert_array_equal(wanted[0]["expert_load"][:, 2:], 0)
+
+
+def test_grouped_products_by_kernel():
+    """Against plain products: experts and blocks without rows, sums over pairs, transposed, added to what was there."""
+    rng, block = np.random.default_rng(0), 16
+    blocks_of = [2, 0, 1, 3, 0]
+    expert = np.repeat(np.arange(6), [*blocks_of, 3]).astype(np.int32)  # the last three blocks are of none
+    first = np.cumsum([0, *blocks_of]).astype(np.int32)
+    x, other = rng.normal(size=(2, expert.size * block, 48)).astype(np.float32)
+    w, v = rng.normal(size=(2, 5, 48, 40)).astype(np.float32)
+    member = np.repeat(expert, block)[:, None] == np.arange(5)
+
+    def wanted(x, w):
+        return np.einsum("re,rd,edf->rf", member, x, w)
+
+    def product(*arguments):
+        return grouped_matmul.product(*arguments, interpret=True)
+
+    np.testing.assert_allclose(product([x], [w], expert), wanted(x, w), atol=2e-5)
+    turned = [w.swapaxes(1, 2), v.swapaxes(1, 2)]
+    found = product([x, other], turned, expert, True)
+    np.testing.assert_allclose(found, wanted(x, w) + wanted(other, v), atol=2e-5)
+    y = found.at[~member.any(1)].set(jnp.nan)  # not read
+    sums = np.einsum("re,rd,rf->edf", member, x, np.nan_to_num(y))
+    np.testing.assert_allclose(grouped_matmul.gradient(x, y, first, None, block, True), sums, atol=1e-3)
+    np.testing.assert_allclose(grouped_matmul.gradient(x, y, first, np.ones_like(sums), block, True), sums + 1, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_kernel_and_loop_agree_with_biases():
+    """Biases of experts and the clamped activation of gpt-oss: output and all gradients."""
+    found = []
+    for way in ("kernel", "loop"):
+        c = small(model__mlp="swiglu_clamped", model__mlp_bias=True, model__expert_mlp_dim=24, runtime__experts=way)
+        graph, weights = layer(c)
+        weights = jax.tree.map(lambda w: jax.random.normal(jax.random.key(w.size), w.shape) * 0.3, weights)
+        x = jax.random.normal(jax.random.key(1), (2, 12, c.model.embed_dim))
+        segments = np.ones((2, 12), np.int32)
+        found.append(gradients_of(graph, weights, x, segments, lambda y, sums: jnp.sum(jnp.sin(y))))
+    assert_close(*found)
+
+
+def test_blocks_of_kernels_are_padded_little_and_choices_are_refused_early():
+    """By at most 3% where experts are evenly loaded: Mixtral, Qwen3-MoE, DeepSeek-V3, odd ones."""
+    one = mesh.build(small(), jax.devices()[:1])
+    for tokens, k, count in ((8192, 2, 8), (4096, 8, 128), (4096, 8, 256), (1000, 2, 4), (4096, 4, 32)):
+        s = exchange.sizes(make_layout(small(), one), tokens, k, count, (1.25, 2), kernel=True)
+        each = tokens * k // count
+        assert -(-each // s.block) * s.block <= 1.03 * each, (each, s.block)
+    assert s.even(0) == 4096 * 4
+    c = small(runtime__experts="kernel", model__embed_dim=64, model__expert_mlp_dim=96, precision__compute_dtype="bfloat16")
+    assert limits.choose(c, "cuda", "9.0") == limits.choose(c, "cpu") == "kernel"
+    for changes, said in (
+        (dict(precision__products="fp8"), "precision.products=fp8"),
+        (dict(precision__compute_dtype="float32"), "compute_dtype=float32"),
+        (dict(model__expert_mlp_dim=100), "model.expert_mlp_dim=100"),
+        (dict(mesh__tensor=2), "model.expert_mlp_dim=96 .* on each of mesh.tensor=2"),
+    ):
+        trial = config(**EXPERTS | dict(model__embed_dim=64, model__expert_mlp_dim=96, precision__compute_dtype="bfloat16"))
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            trial[section][name] = value
+        assert limits.choose(trial, "cuda") == "loop"
+        trial.runtime.experts = "kernel"
+        with pytest.raises(ConfigError, match=said):
+            limits.choose(trial, "cuda")
+    with pytest.raises(ConfigError, match="compute capability 7.5"):
+        limits.choose(c, "cuda", "7.5")
 
 
 def test_ample_capacity_equals_dropless():

@@ -162,15 +162,24 @@ def test_unwritable_workdir_is_one_message_with_the_path(tmp_path):
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
-def test_disk_full_while_running_is_one_message(tmp_path):
-    with metrics.MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer._file = open("/dev/full", "w")
-        with pytest.raises(UserError, match="metrics.jsonl: No space left on device"):
-            writer.write(0, {"loss": 1.0})
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
-        writer._events._file = open("/dev/full", "wb")
-        with pytest.raises(UserError, match="tensorboard/.*: No space left on device"):
-            writer.write(0, {"loss": 1.0})
+def test_a_full_disk_is_told_once_and_costs_no_row(tmp_path, caplog):
+    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer, open("/dev/full", "wb", buffering=0) as full:
+        writer.write(1, {"loss": 4.0})
+        files = writer._file, writer._events._file
+        good = [file._file for file in files]
+        for file in files:
+            file._file = full
+        for step in (2, 3):
+            writer.write(step, {"loss": 3.0})
+        assert len(metrics.read_rows(tmp_path)) == 1
+        for file, working in zip(files, good, strict=True):
+            file._file = working
+        writer.write(4, {"loss": 2.0})
+    assert [row["step"] for row in metrics.read_rows(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, values, _ in events(tmp_path) if "loss" in values] == [1, 2, 3, 4]
+    for name in ("metrics.jsonl", "tensorboard/.*"):
+        assert len(re.findall(f"cannot write .*/{name}: No space left on device. Training goes on", caplog.text)) == 1
+        assert len(re.findall(f"/{name} can be written again, nothing is lost", caplog.text)) == 1
 
 
 def test_summary_is_written_whole(tmp_path):

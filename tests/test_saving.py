@@ -84,6 +84,47 @@ def test_a_save_that_is_due_waits_until_the_one_before_is_written():
     assert checkpoints.saved == [5, 11, 12]
 
 
+class Failing(Checkpoints):
+    """Storage that cannot be written to before a step."""
+
+    def __init__(self, until):
+        super().__init__()
+        self.until, self.tried = until, []
+
+    def save(self, step, state, facts, figures):
+        self.tried.append(step)
+        if step < self.until:
+            raise UserError(f"step {step} could not be written")
+        super().save(step, state, facts, figures)
+
+
+@pytest.mark.parametrize("again_s, tried", [(0.0, [5, 6, 7]), (1e9, [5, 10])])
+def test_training_goes_on_when_a_save_fails_and_it_is_tried_again(monkeypatch, caplog, again_s, tried):
+    monkeypatch.setattr(saving, "AGAIN_S", again_s)
+    checkpoints = Failing(until=7)
+    keeper = Keeper(checkpoints, Held(), {})
+    for step in range(1, 11 if again_s else 8):
+        keeper.finished(step, 0)
+        if keeper.due(step, False):
+            keeper.save(step, None, {}, at_once=False, last=False)
+    assert checkpoints.tried == tried and checkpoints.saved == tried[-1:]
+    assert caplog.text.count("could not be written\nTraining goes on; the next save is tried in") == len(tried) - 1
+    checkpoints.until = 99
+    with pytest.raises(UserError, match="step 11 could not be written"):  # after the last step there is no other time
+        keeper.save(11, None, {}, last=True)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="step 15"):  # others would wait for this process
+        patch.setattr(jax, "process_count", lambda: 2)
+        keeper.save(15, None, {}, last=False)
+
+
+def test_a_save_that_fails_while_it_is_written_is_told_when_the_next_is_due(caplog):
+    checkpoints = Checkpoints()
+    keeper = keeper_after(checkpoints, [0] * 5)
+    checkpoints.busy = lambda: (_ for _ in ()).throw(UserError("step 5: no space"))
+    keeper.save(10, None, {}, at_once=False, last=False)
+    assert checkpoints.saved == [5, 10] and "step 5: no space\nTraining goes on" in caplog.text
+
+
 def test_weights_without_a_finite_held_out_loss_are_not_saved():
     checkpoints = Checkpoints()
     keeper_after(checkpoints, [0] * 5 + [1, 2], {5: {"eval_loss": float("nan")}})

@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 # of a config knows the limits of every room, the loop drives all of them.
 FLOORS = {
     0: "errors config hardware page parallel.axes parallel.head_layout parallel.context_layout remat.activations "
-    "pipeline.schedule model.attention.limits model.layer_spec config.validate parity.shrink checkpoint.hf.config_json "
+    "pipeline.schedule model.attention.limits model.moe.limits model.layer_spec config.validate parity.shrink "
+    "checkpoint.hf.config_json "
     "checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows",
     1: "runtime parallel remat",
     2: "model",
@@ -45,9 +46,11 @@ MANY_PARAMETERS = {"jaxtrain.runtime.compat.cudnn_attention_backward", "jaxtrain
 # reading them part by part; measured rates; pairs of blocks of attention; estimates beside the heap, pinned memory, whole
 # entries of the compile cache; shapes of products, what updates touch, launches; steps that hang; where a run's time goes;
 # supervisors;
-# the report of runs.
+# the report of runs;
+# loss spikes, rollbacks, copies compared, slow steps.
+# kernels: grouped products, attention.
 # The check of GPUs is a program of its own beside training: what it measures, compares, and shows.
-BUDGETS = {"jaxtrain": 15_740, "jaxtrain.plan": 3_380, "jaxtrain.gpu_check": 1_365}
+BUDGETS = {"jaxtrain": 16_720, "jaxtrain.plan": 3_380, "jaxtrain.gpu_check": 1_390}
 OTHERS = (  # data, foreign weights, a foreign harness, the check of GPUs
     *("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize"),
     *("jaxtrain.lm_eval", "jaxtrain.train.scoring", "jaxtrain.gpu_check"),

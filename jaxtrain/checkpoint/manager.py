@@ -15,7 +15,7 @@ import math
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -116,11 +116,9 @@ class Checkpointer:
         if on_first(lambda: self._make_place(step)) == "saved already":
             return False
         self._saving = step, record
-        try:
+        with self._told():
             self._writer = self._writer or arrays.open_writer(self._before_commit)
             arrays.start_save(self._writer, self._root / str(step), leaves)
-        except arrays.WRITE_ERRORS as error:
-            raise self._failure(error) from error
         self._newest = step
         self._known_losses()[step] = self._keep.loss(figures)
         return True
@@ -150,10 +148,8 @@ class Checkpointer:
         """Blocks until the save in progress is complete. Raises UserError if it failed."""
         if self._saving is None:
             return
-        try:
+        with self._told():
             self._writer.wait_until_finished()
-        except arrays.WRITE_ERRORS as error:
-            raise self._failure(error) from error
         if self._copies:
             self._copies.add(self._root, self._saving[0])
         self._saving = None
@@ -168,7 +164,10 @@ class Checkpointer:
         return self._losses
 
     def busy(self) -> bool:
-        """Whether a save is still being written; the same on all processes."""
+        """Whether a save is still being written; the same on all processes. Raises UserError if it has failed."""
+        if self._saving is not None:
+            with self._told():
+                self._writer.check_for_errors()
         return self._saving is not None and not control.gather(files.is_complete(self._root / str(self._saving[0])))[0]
 
     def newest(self) -> int | None:
@@ -286,27 +285,31 @@ class Checkpointer:
         later = [other for other in others if other > step and other not in damaged]
         for other in later if self._saves else ():
             target = files.move_aside(self._root, other, files.SET_ASIDE)
-            _log.warning("%s is later than checkpoint.restore_step: moved to %s", self._root / str(other), target)
+            _log.warning("%s is later than the step gone back to: moved to %s", self._root / str(other), target)
         if later and self._saves and (metrics := self._root.parent / "metrics.jsonl").is_file():
             shutil.copyfile(metrics, target.with_name(f"{target.name}.metrics.jsonl"))
         if self._copies:
             self._copies.went_back_to(step)
         return ""
 
-    def _failure(self, error: Exception) -> UserError:
-        reason, (step, _) = arrays.reason(error), self._saving
-        control.await_verdict(RuntimeError(reason))  # another process may have failed, and left this one's save without it
-        writer, self._writer, self._saving, self._newest = self._writer, None, None, 0
-        with contextlib.suppress(Exception):
-            writer.close()
-        if jax.process_index() == 0:  # a full disk needs the space, and the half is of no use
-            files.remove_unfinished([files.unfinished_folder(self._root, step)])
-        kept = [candidate for candidate in files.steps(self._root) if candidate != step]
-        return UserError(
-            f"the checkpoint of step {step} could not be written to {self._root / str(step)}: {reason}\n"
-            f"Complete checkpoints that remain: {', '.join(map(str, kept)) or 'none'}. Make room or make the folder "
-            "writable, then give the same command again to continue from the newest."
-        )
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except arrays.WRITE_ERRORS as error:
+            reason, (step, _) = arrays.reason(error), self._saving
+            control.await_verdict(RuntimeError(reason))  # another process may have failed, and left this one's save without it
+            writer, self._writer, self._saving, self._newest = self._writer, None, None, 0
+            with contextlib.suppress(Exception):
+                writer.close()
+            if jax.process_index() == 0:  # a full disk needs the space, and the half is of no use
+                files.remove_unfinished([files.unfinished_folder(self._root, step)])
+            kept = [candidate for candidate in files.steps(self._root) if candidate != step]
+            raise UserError(
+                f"the checkpoint of step {step} could not be written to {self._root / str(step)}: {reason}\n"
+                f"Complete checkpoints that remain: {', '.join(map(str, kept)) or 'none'}. Make room or make the folder "
+                "writable, then give the same command again to continue from the newest."
+            ) from error
 
 
 def restore_params(

@@ -162,7 +162,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "weight_decay": Setting(0.1, "Decoupled; on matrices only, never on norms, biases or embeddings' padding.", low=0.0),
         "clip_norm": Setting(1.0, "Largest global gradient norm; 0 does not clip.", low=0.0),
         "max_nonfinite_steps": Setting(
-            10, "A step with a non-finite gradient changes nothing; this many in a row stop the run.", low=1, changes=NOTHING
+            10,
+            "A step with a non-finite gradient, or a spike with train.on_spike=skip, changes nothing; this many in a row stop "
+            "the run.",
+            low=1,
+            changes=NOTHING,
         ),
     },
     "data": DATA,
@@ -197,6 +201,24 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             1e-3, "With model.router_bias: each step an expert's bias moves by so much against its load; 0 leaves it.", low=0.0
         ),
         "label_smoothing": share("Share of the target spread evenly over the vocabulary."),
+        "on_spike": Setting(
+            "warn",
+            "What to do about a step whose loss or gradient norm is far above those before it. warn: tell it; skip: do not "
+            "apply its update; rollback: go back to the newest checkpoint that a good step has followed, and on with the batch "
+            "after this step's; stop: end the run. A non-finite update is never applied; rollback and stop act on it too.",
+            choices=("warn", "skip", "rollback", "stop"),
+        ),
+        "spike_loss_deviations": Setting(
+            6.0, "A loss of median + so many robust standard deviations of the steps before is a spike; 0: none is.", low=0.0
+        ),
+        "spike_norm_factor": Setting(
+            10.0, "A gradient norm of so many times the median of the steps before is a spike; 0: none is.", low=0.0
+        ),
+        "spike_window_steps": Setting(
+            128, "How many steps before count; there are no limits before half of them are done.", low=4
+        ),
+        "spike_patience_steps": Setting(1, "on_spike=rollback or stop acts after so many bad steps in a row.", low=1),
+        "max_rollbacks": Setting(10, "on_spike=rollback: the run ends when one more would be due.", low=1, changes=NOTHING),
         "log_every_steps": Setting(10, "Metrics are printed and written each so many steps.", low=1, changes=NOTHING),
     },
     "checkpoint": {
@@ -261,9 +283,16 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "fake_devices": Setting(0, "CPU devices per process to pretend, on a machine without accelerators; 0: one.", low=0),
         "attention": Setting(
             "auto",
-            "cudnn (GPU, bfloat16), blockwise (any, holds no T x T scores), reference (holds them), or auto: the first of "
-            "these that can honour every setting.",
-            choices=("auto", "cudnn", "blockwise", "reference"),
+            "cudnn (GPU, bfloat16), flash (kernels for a GPU, bfloat16; on a CPU run as plain programs, for tests), blockwise "
+            "(any, holds no T x T scores), reference (holds them), or auto: the first of these that can honour every setting.",
+            choices=("auto", "cudnn", "flash", "blockwise", "reference"),
+        ),
+        "experts": Setting(
+            "auto",
+            "How experts' products are computed. kernel: grouped products, one kernel for all experts of a device (GPU, "
+            "bfloat16; on a CPU run as a plain program, for tests). loop: over blocks of rows of one expert. auto: kernel on a "
+            "GPU where it can honour every setting, else loop.",
+            choices=("auto", "kernel", "loop"),
         ),
         "coordinator_address": Setting("", "HOST:PORT of process 0; default: JAX_COORDINATOR_ADDRESS.", location=True),
         "num_processes": Setting(0, "Processes of the run; 0: JAX_NUM_PROCESSES, else 1.", low=0),
@@ -286,6 +315,22 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "How long a device may wait for others, in the first collective and at NCCL's start too, and how long a step may "
             "take, before the run ends.",
             low=30,
+        ),
+        "slow_step_factor": Setting(
+            10.0,
+            "A step that takes so many times the median of those before it is slow: every process writes its stacks into "
+            "WORKDIR/slow_steps; 0: never. Compilation, evaluation and saving do not count.",
+            low=0.0,
+        ),
+        "slow_step_min_s": Setting(60.0, "No step is slow that takes less.", above=0.0),
+        "on_slow_step": Setting(
+            "dump", "dump: stacks are written and the step may end; stop: the run ends, too.", choices=("dump", "stop")
+        ),
+        "check_replicas_every_steps": Setting(
+            0,
+            "Every so many steps, and before each save: compare what several devices hold copies of, by a sum of their bits; a "
+            "difference names device and array and ends the run. 0: not.",
+            low=0,
         ),
         "grace_s": Setting(
             300,

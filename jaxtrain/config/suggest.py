@@ -69,6 +69,7 @@ ALIASES: dict[str, str] = {
     "runtime.platform": "device backend accelerator",
     "runtime.fake_devices": "devices num_devices device_count num_cpu_devices",
     "runtime.local_devices": "local_device_ids gpu_ids local_rank visible_devices cuda_visible_devices",
+    "runtime.experts": "moe_grouped_gemm grouped_gemm megablox sparse_matmul ragged_dot",
     "runtime.attention": "attn attention_backend attn_implementation flash_attention",
 }
 _MEANT = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}

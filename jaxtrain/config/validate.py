@@ -19,6 +19,7 @@ from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, n
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
+from jaxtrain.model.moe.limits import refusal as experts_refusal
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.pipeline import schedule as pipeline_schedule
@@ -341,9 +342,11 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}; for a trial of so few "
             f"steps set {short}"
         )
-    for backend, refusal in (("cudnn", cudnn_refusal), ("blockwise", blockwise_refusal)):
+    for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
+    if config.runtime.experts == "kernel" and (reason := experts_refusal(config)):
+        found.append(f"runtime.experts: kernel cannot honour {reason}; use auto or loop")
     address = config.runtime.coordinator_address
     if address and (reason := address_problem(address)):
         found.append(f"runtime.coordinator_address={address}: {reason}")
@@ -358,6 +361,9 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
+    if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
+        why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"
+        found.append(f"train.on_spike: rollback needs checkpoints to go on from, not {why}; change that, or use skip")
     if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
         found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")
     for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only", "copy_to"):

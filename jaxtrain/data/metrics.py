@@ -20,9 +20,10 @@ _log = logging.getLogger(__name__)
 class DataMetrics:
     """Figures of a run's data, for each line of its metrics."""
 
-    def __init__(self, corpus: Corpus, batches: Batches, batch_rows: int, seq_len: int):
-        """batch_rows, seq_len: rows of a step and tokens of a row."""
+    def __init__(self, corpus: Corpus, batches: Batches, batch_rows: int, seq_len: int, skipped: int = 0):
+        """batch_rows, seq_len: rows of a step and tokens of a row; skipped: batches of the run that no step has."""
         self._mixture, self._batches, self._batch_rows, self._seq_len = corpus.mixture, batches, batch_rows, seq_len
+        self._skipped = skipped
         self._last: tuple[float, float] | None = None  # time, and seconds waited up to then
         self._window: tuple[float, float] | None = None  # the same, where the share that may be warned of begins
         self._warned = LARGEST_WAIT
@@ -39,7 +40,7 @@ class DataMetrics:
         self._last = now
         self._warn(step, now)
         if "sources" in metrics:
-            used = self._mixture.used(step * self._batch_rows)
+            used = self._mixture.used((step + self._skipped) * self._batch_rows)
             for name, (total, count) in zip(used, np.asarray(metrics["sources"], float).tolist(), strict=True):
                 found[f"tokens_{name}"] = used[name] * self._seq_len
                 if count:

@@ -41,6 +41,7 @@ def fitted(found: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
 
     share("product", gpu.bf16_flops, "products", r"^(qkv|out|up|down) 8192x")
     share("product_fp8", gpu.fp8_flops, "products", r"^fp8 numbers, up 8192x")
+    share("grouped", gpu.bf16_flops, "experts", "")
     share("attention", gpu.bf16_flops, "attention", "^cudnn, forward$")
     share("memory", gpu.memory_bytes_per_s, "memory", "^add 1 to (67,108,864|536,870,912)|^sum of rows")
     share("host", gpu.host_bytes_per_s, "host_copies", "^both at once")

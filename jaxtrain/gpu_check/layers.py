@@ -24,7 +24,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config import default_config
+from jaxtrain.config import ConfigError, default_config
 from jaxtrain.gpu_check.compare import Comparison, compare
 from jaxtrain.gpu_check.groups import group_layout, group_sizes, on_each
 from jaxtrain.gpu_check.rates import COLLECTIVES
@@ -32,6 +32,7 @@ from jaxtrain.gpu_check.records import Row, Setup, equal, failed, within
 from jaxtrain.model import loss, matmul_precision
 from jaxtrain.model.execution import Execution
 from jaxtrain.model.moe.experts import Experts
+from jaxtrain.model.moe.limits import choose
 from jaxtrain.model.moe.router import RouterAssignments
 from jaxtrain.parallel.parameters import ComputeParameter
 from jaxtrain.parity import check as parity
@@ -42,8 +43,9 @@ U = 2.0**-9
 
 def comparisons(setup: Setup) -> Iterator[Comparison]:
     """Experts under even and uneven loads, fp8 products and their gradients, the loss."""
-    for load in ("even", "uneven", "all to one expert"):
-        yield _experts(setup, load)
+    for way in ("loop", "kernel"):
+        for load in ("even", "uneven", "all to one expert"):
+            yield _experts(setup, way, load)
     yield _fp8(setup)
     for smoothing, z_loss, softcap in ((0.0, 0.0, 0.0), (0.1, 1e-2, 30.0)):
         yield _loss(setup, loss.LossSettings(1000, 96, z_loss, smoothing, softcap))
@@ -59,11 +61,16 @@ def _buffered(value):
     return ComputeParameter(value, jnp.zeros(value.shape, jnp.float32))
 
 
-def _experts(setup: Setup, load: str) -> Comparison:
-    tokens, d, f, count, k = (64, 32, 24, 4, 2) if setup.small else (2048, 1024, 768, 16, 4)
+def _experts(setup: Setup, way: str, load: str) -> Comparison:
+    tokens, d, f, count, k = (64, 32, 64, 4, 2) if setup.small else (2048, 1024, 768, 16, 4)
     config = default_config()
     config.model.update(embed_dim=d, num_experts=count, experts_per_token=k, expert_mlp_dim=f)
-    execution = Execution(group_layout(setup, 1), jnp.bfloat16)
+    config.precision.compute_dtype, config.runtime.experts, refusal, chosen = "bfloat16", way, "", way
+    try:
+        chosen = choose(config, setup.platform, getattr(setup.devices[0], "compute_capability", None))
+    except ConfigError as error:
+        refusal = error.problems[0].partition(": ")[2].partition("; ")[0]
+    execution = Execution(group_layout(setup, 1), jnp.bfloat16, experts=chosen, interpret=setup.platform == "cpu")
     names = ("gate", "up", "down")
 
     def inputs():
@@ -98,7 +105,7 @@ def _experts(setup: Setup, load: str) -> Comparison:
         y, vjp = jax.vjp(run, x, gates, weights)
         return {"out": y, "gradients": vjp(g)}
 
-    return Comparison(f"experts, {load} load", function, plain, inputs, {"out": 8 * U, "gradients": 16 * U})
+    return Comparison(f"experts by {way}, {load} load", function, plain, inputs, {"out": 8 * U, "gradients": 16 * U}, refusal)
 
 
 def _fp8(setup: Setup) -> Comparison:

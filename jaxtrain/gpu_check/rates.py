@@ -22,6 +22,7 @@ from jaxtrain.gpu_check.timing import Program, repeated, seconds
 from jaxtrain.hardware.rates import RATES
 from jaxtrain.model import matmul_precision
 from jaxtrain.model.attention import ring
+from jaxtrain.model.moe import grouped_matmul
 from jaxtrain.parallel import collectives
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.read.collectives import ring_bytes
@@ -96,6 +97,27 @@ def _product(setup, name, shapes, equation="BD,DF->BF", kind="compute", dtype="b
     arguments, out = tuple(array(setup, *shape, dtype=dtype) for shape in shapes), "bfloat16" if fp8 else dtype
     run = functools.partial(matmul, equation, dtype=jnp.dtype(out))
     return Program(name, run, arguments, flops, "TFLOP/s", expected, alone)
+
+
+def experts(setup: Setup) -> Iterator[Program]:
+    """Grouped products by a kernel, of many small experts and of few large ones: rows by weights, and weights' gradients."""
+    for count, each, d, f in ((16, 2048, 2048, 768), (2, 4096, 4096, 14_336)):
+        each, d, f = (max(64, size // SMALLER) if setup.small else size for size in (each, d, f))
+        block, name = min(128, each), f"{count} x {each}x{d}x{f}"
+        expert = np.repeat(np.arange(count, dtype=np.int32), each // block)
+        first = np.arange(count + 1, dtype=np.int32) * (each // block)
+        x, y, w = (array(setup, *shape) for shape in ((count * each, d), (count * each, f), (count, d, f)))
+        flops, expected = 2.0 * count * each * d * f, _peak(setup, RATES.grouped)
+        interpret = not setup.on_gpu
+
+        def rows(x, w, expert=expert, interpret=interpret):
+            return grouped_matmul.product([x], [w], expert, interpret=interpret)
+
+        def weights(x, y, first=first, block=block, interpret=interpret):
+            return grouped_matmul.gradient(x, y, first, None, block, interpret)
+
+        yield Program(f"rows by weights, {name}", rows, (x, w), flops, "TFLOP/s", expected)
+        yield Program(f"gradient of weights, {name}", weights, (x, y), flops, "TFLOP/s", expected)
 
 
 def attention(setup: Setup) -> Iterator[Program]:

@@ -24,6 +24,7 @@ CHECKS = (
     Check(NUMERICS, "collectives", layers.collectives, devices=2),
     Check(NUMERICS, "layouts", layers.layouts),
     Check(RATES, "products", functools.partial(rates.timed, rates.products)),
+    Check(RATES, "experts", functools.partial(rates.timed, rates.experts)),
     Check(RATES, "attention", functools.partial(rates.timed, rates.attention)),
     Check(RATES, "memory", functools.partial(rates.timed, rates.memory)),
     Check(RATES, "launches", functools.partial(rates.timed, rates.launches)),

@@ -23,8 +23,10 @@ from jaxtrain.errors import UserError
 # Where the defaults are from. None was measured here, but product_ceiling: 788 TFLOP/s for a product of 8192^3 on an H200.
 # - product: what an H100 at 700 W sustains, about 640 of 989 TFLOP/s; taken as reported and then held against the published
 #   dense bfloat16 rows of docs/plan.md, not fitted to them. product_fp8: an estimate; fp8 draws more power for each clock.
+# - grouped: Triton's products take about a third longer than cuBLAS's on Hopper: an estimate.
 # - attention: FlashAttention-3 (Shah et al. 2024) reaches up to 740 TFLOP/s forward for long rows; with causal order, backward
 #   and under the power limit it is less: estimates.
+# - flash: FlashAttention-2 reaches some 350 to 400 TFLOP/s on an H100; soft caps and wide heads cost: an estimate.
 # - memory: large copies reach 90% of the bandwidth, fusions with reductions and transposes less: an estimate.
 # - nvlink, network: NCCL's tests reach about 360 of 450 GB/s inside a DGX H100 and 340 of 400 between nodes for large messages;
 #   the half-sizes make that about 120, 240 and 320 GB/s for all-gathers of 8, 32 and 128 MiB over eight GPUs: an estimate.
@@ -37,8 +39,10 @@ class Rates:
     product: float = 0.65  # share of the peak of bfloat16, and of TF32 for float32: large matrix products one after another
     product_fp8: float = 0.60  # share of the peak of fp8: the same in fp8
     product_ceiling: float = 0.80  # share of either peak: one large product alone, before the power limit slows the clock
+    grouped: float = 0.50  # share of the peak of bfloat16: experts' products by a kernel, over the rows that they have
     attention: float = 0.55  # share of the peak of bfloat16: fused attention forward, over the scores that a mask leaves
     attention_backward: float = 0.45  # share of the peak of bfloat16: fused attention backward
+    flash: float = 0.35  # share of the peak of bfloat16: attention by kernels of ours, forward and backward, as computed
     memory: float = 0.80  # share of the memory's bandwidth: large elementwise kernels, bytes read and written
     nvlink: float = 0.80  # share of NVLink's bandwidth in one direction: large collectives inside a node
     network: float = 0.85  # share of the network adapters' bandwidth in one direction: large collectives between nodes

@@ -13,6 +13,7 @@ from jaxtrain.hardware import dtypes
 from jaxtrain.model import matmul_precision
 from jaxtrain.model.attention.backend import block, choose
 from jaxtrain.model.matmul_precision import Matmul
+from jaxtrain.model.moe.limits import choose as choose_experts
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import Remat, remat
 
@@ -27,6 +28,8 @@ class Execution:
       matmul: the matrix product of the blocks.
       prefetch: `overlap.prefetch`.
       exchange_factor, exchange_rounds: of tokens with their experts' devices; see `moe.dispatch.sizes`.
+      experts: how experts' products are computed; see `moe.limits.choose`.
+      interpret: kernels written in Pallas run as plain programs, as on a CPU.
     """
 
     layout: Layout
@@ -38,12 +41,14 @@ class Execution:
     prefetch: str = "off"
     exchange_factor: float = 1.0
     exchange_rounds: int = 1
+    experts: str = "loop"
+    interpret: bool = False
 
 
 def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Device) -> Execution:
     """The execution of a validated config on such devices.
 
-    Raises ConfigError for an attention backend that cannot honour its settings.
+    Raises ConfigError for an attention backend, or kernels of experts, that cannot honour the settings.
     """
     return Execution(
         layout,
@@ -55,4 +60,6 @@ def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Dev
         config.overlap.prefetch,
         config.memory.expert_buffer_factor,
         config.overlap.expert_rounds,
+        choose_experts(config, device.platform, getattr(device, "compute_capability", None)),
+        device.platform == "cpu",
     )

@@ -33,20 +33,26 @@ class MetricsWriter:
     TensorBoard hides its own by the same rule.
 
     Raises:
-      UserError: the folder cannot be written to (now or later, as when the disk is full), with the path.
+      UserError: the folder cannot be written to, with the path. Where it no longer can later, as when the disk is full, that is
+        told, and what could not be written is written with a later row.
     """
 
     def __init__(self, workdir: str | pathlib.Path, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True):
         self._file = self._events = None
         self._kept: dict[str, Any] = {}  # the last row with "tokens" from before an interruption
-        self._path = pathlib.Path(workdir) / "metrics.jsonl"
-        if not enabled:
+        self._path, self._tensorboard, self._enabled = pathlib.Path(workdir) / "metrics.jsonl", tensorboard, enabled
+        self.rewind(resume_step)
+
+    def rewind(self, resume_step: int) -> None:
+        """Begins anew after a step that is gone back to: rows of later ones are dropped."""
+        self.close()
+        if not self._enabled:
             return
         with _user_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._kept = _drop_rows(self._path, resume_step)
-            self._file = self._path.open("a", encoding="utf-8")
-        if tensorboard:
+            self._file = _Appended(self._path, "ab")
+        if self._tensorboard:
             self._events = _Events(self._path.parent / "tensorboard", resume_step)
 
     def tokens(self, step: int, tokens_per_step: int) -> int:
@@ -62,17 +68,14 @@ class MetricsWriter:
         if self._file is None:
             return
         row = {"step": int(step), "time": round(time.time(), 3), **{name: plain(value) for name, value in values.items()}}
-        with _user_errors(self._path):
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            self._file.flush()
+        self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
         if self._events:
             self._events.write(row["step"], values)
 
     def close(self) -> None:
         for resource in (self._file, self._events):
             if resource is not None:
-                with contextlib.suppress(OSError):  # a failed flush was reported when it was first tried
-                    resource.close()
+                resource.close()
         self._file = self._events = None
 
     def __enter__(self) -> MetricsWriter:
@@ -115,6 +118,38 @@ def plain(value: Any) -> Any:
     return float(value) if math.isfinite(float(value)) else None
 
 
+class _Appended:
+    """A file that is appended to, also through times when it cannot be written: what is left then goes with what comes next."""
+
+    def __init__(self, path: pathlib.Path, mode: str):
+        self._path, self._file = path, path.open(mode, buffering=0)
+        self._left, self._failing = b"", False
+
+    def write(self, data: bytes) -> None:
+        self._left += data
+        try:
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
+        except OSError as error:
+            if not self._failing:
+                reason = error.strerror or str(error)
+                logger.error(
+                    "cannot write %s: %s. Training goes on, what is left is written when it can be", self._path, reason
+                )
+            self._failing = True
+            return
+        if self._failing:
+            logger.warning("%s can be written again, nothing is lost", self._path)
+        self._failing = False
+
+    def close(self) -> None:
+        self.write(b"")
+        if self._left:
+            logger.error("%s: its last %d bytes could not be written", self._path, len(self._left))
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
 class _Events:
     """TensorBoard scalars in an event file: records of a length, the event, and checksums of both.
 
@@ -129,7 +164,7 @@ class _Events:
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         with _user_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("xb")
+            self._file = _Appended(self._path, "xb")
         self._record(file_version="brain.Event:2")
         # TensorBoard discards what earlier files hold at this step and later.
         first = resume_step + 1 if resume_step else 0
@@ -146,9 +181,7 @@ class _Events:
         data = self._event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
-        with _user_errors(self._path):
-            self._file.write(b"".join((length, next(checksums), data, next(checksums))))
-            self._file.flush()
+        self._file.write(b"".join((length, next(checksums), data, next(checksums))))
 
 
 def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:

@@ -244,3 +244,20 @@ def per_device(layout: Layout, function: Callable, in_dims: Sequence, out_dims: 
         axis_names=set(AXES),
         check_vma=False,
     )
+
+
+def whole(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device holds."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def each_device(mesh: Mesh, function: Callable, sharding: NamedSharding) -> Callable:
+    """`function` of each device's own shard of an array, copies included: results [devices, ...] in order of the mesh."""
+    return jax.shard_map(
+        lambda shard: function(shard)[None],
+        mesh=mesh,
+        in_specs=(sharding.spec,),
+        out_specs=PartitionSpec(AXES),
+        axis_names=set(AXES),
+        check_vma=False,
+    )

@@ -126,7 +126,8 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     start = moved(initial) if start is None else start
     params = _put(program, start)
     batches = [program.put_batch(random_batch(config, seed)) for seed in range(config.train.num_steps)]
-    abstract, tokens, rate = program.abstract_step_arguments()
+    abstract, tokens, *scalars = program.abstract_step_arguments()
+    no_limits = [np.full(scalar.shape, np.inf, np.float32) for scalar in scalars[1:]]
     run = _compile(program.loss_and_grads, abstract.params, tokens, jax.ShapeDtypeStruct((), jnp.int32))
     metrics, gradients = run(params, batches[0], np.int32(0))
     loss, gradients = float(metrics["objective"]), _taken(program, gradients)
@@ -137,11 +138,11 @@ def measure(config: ml_collections.ConfigDict, start: dict[str, np.ndarray] | No
     # Plain SGD has no state: the tree of its abstract state has no leaves.
     begin = dataclasses.replace(state, params=_put(program, start), opt_state=sgd.abstract_state.opt_state, ema=())
     begin = dataclasses.replace(begin, **{key: jnp.copy(getattr(state, key)) for key in ("step", "skipped", "skipped_in_row")})
-    updated = _taken(program, step(begin, batches[0], SGD_RATE)[0].params)
-    step = _compile(program.train_step, abstract, tokens, rate)
+    updated = _taken(program, step(begin, batches[0], SGD_RATE, *no_limits)[0].params)
+    step = _compile(program.train_step, abstract, tokens, *scalars)
     state, losses, norms = dataclasses.replace(state, params=params), [], []
     for number, batch in enumerate(batches):
-        state, metrics = step(state, batch, np.float32(learning_rate(config, number)))
+        state, metrics = step(state, batch, np.float32(learning_rate(config, number)), *no_limits)
         losses.append(float(metrics["objective"]))
         norms.append(float(metrics["grad_norm"]))
     return Measured(initial, start, loss, gradients, updated, tuple(losses), tuple(norms))

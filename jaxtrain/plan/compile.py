@@ -169,7 +169,7 @@ def compile_step(config: ml_collections.ConfigDict, topology: str | Topology) ->
     devices = describe(topology.gpu.key, topology.nodes, topology.per_node)
     started = time.monotonic()
     program = build_program(config, mesh.build(config, devices))
-    with compat.cudnn_for(topology.gpu.compute_capability):
+    with compat.lowering_for(topology.gpu.compute_capability):
         lowered = program.train_step.trace(*program.abstract_step_arguments()).lower(lowering_platforms=("cuda",))
     lowered_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="jaxtrain_plan_") as folder, DescribedHost.forgotten():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import inspect
 import logging
 import os
@@ -14,6 +15,7 @@ import pathlib
 import socket
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 from jax._src.lru_cache import LRUCache
@@ -174,16 +176,24 @@ def cudnn_attention_backward(q, k, v, mask, lengths, scale: float, lse, out, g):
 
 
 @contextlib.contextmanager
-def cudnn_for(compute_capability: str) -> Iterator[None]:
-    """Within it, jax asks of cuDNN's attention what a GPU of this capability can do, though there is none here."""
+def lowering_for(compute_capability: str) -> Iterator[None]:
+    """Within it, jax asks of cuDNN's attention and of Triton what a GPU of this capability can do, though there is none here.
+
+    Before 0.12 jax makes Triton's programs for 9.0 where there is no GPU; XLA compiles them for the described one all the same.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     def numbers(text):
         return tuple(map(int, text.split(".")))
 
-    before = cudnn.check_compute_capability
-    cudnn.check_compute_capability = lambda wanted: numbers(compute_capability) >= numbers(wanted)
-    try:
+    def can(wanted):
+        return numbers(compute_capability) >= numbers(wanted)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cudnn, "check_compute_capability", can))
+        if jax.__version_info__ >= (0, 12):
+            gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
+            number = int(compute_capability.replace(".", ""))
+            found = gpu_info.GpuInfo(gpu_version=None, arch_name=compute_capability, compute_capability=number)
+            stack.enter_context(mock.patch.object(gpu_info, "get_gpu_info", lambda: found))
         yield
-    finally:
-        cudnn.check_compute_capability = before

@@ -24,7 +24,7 @@ from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
-from jaxtrain.errors import Stopped, UserError
+from jaxtrain.errors import Stopped
 from jaxtrain.observe import clock as clocks
 from jaxtrain.observe.clock import Clock
 from jaxtrain.observe.figures import Figures, scalars
@@ -34,10 +34,12 @@ from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.parallel import mesh
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import control, joining, machine, shared_folder, startup, stop
+from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
+from jaxtrain.train.replicas import Damaged, Replicas
+from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
 from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, with_ema
@@ -91,9 +93,10 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
         if first_process:
             clock.record(memory_bytes={"by formula": preflight.formula_bytes(config, jax.device_count()), "compiled": needed})
         with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
-            keeper = Keeper(checkpointer, lock, start.facts)
+            recovery = Recovery(config, workdir, start, steps_done)
+            keeper = Keeper(checkpointer, lock, start.facts, recovery.facts)
             figures = Figures(config, program.inventory, clock, writer)
-            session = _Session(config, program, corpus, keeper, figures, step_compiled, steps_done)
+            session = _Session(config, program, corpus, keeper, figures, step_compiled, recovery)
             state = session.train(state)
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
@@ -121,13 +124,15 @@ def _conclude(workdir: pathlib.Path, summary: dict[str, Any], clock: Clock, fini
 class _Session:
     """The steps of one run. Holds what every step needs; `train` is the loop."""
 
-    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, figures: Figures, step_compiled, start: int):
+    def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, figures: Figures, step_compiled, recovery):
         self.config, self.program, self.corpus = config, program, corpus
-        self.keeper, self.figures, self.step_compiled, self.start = keeper, figures, step_compiled, start
+        self.keeper, self.figures, self.step_compiled = keeper, figures, step_compiled
+        self.recovery, self.start = recovery, recovery.steps_done
         self.clock, self.writer = figures.clock, figures.writer
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
         self.eval_step = control.compiled_together(program.eval_step)
+        self.replicas = Replicas(config.runtime.check_replicas_every_steps, program.abstract_state, program.layout.mesh)
 
     @functools.cached_property
     def eval_bytes(self) -> dict[str, int]:
@@ -144,32 +149,29 @@ class _Session:
         stop.begin(config.runtime.grace_s)
         if config.eval.at_start and not self.start:
             self._evaluate(state, 0)
-        batches = train_batches(config, self.corpus, self.program.train_rows(), self.start)
-        self.figures.data = DataMetrics(self.corpus, batches, config.data.global_batch_rows, config.data.seq_len_tokens)
-        devices = clocks.Devices()
-        self.clock.finished(self.start)
-        self.clock.enter(clocks.STEP)
-        pending = None  # the step launched last, whose metrics are still on the devices
+        folder = self.recovery.workdir / "slow_steps"
+        self.slow_steps = slow_steps.SlowSteps(config.runtime, folder, jax.process_index(), jax.process_count())
+        self.devices = clocks.Devices()
+        self._read_from(self.start)
+        step, pending = self.start, None  # pending: the step launched last, whose metrics are still on the devices
         try:
             with self._progress() as bar:
-                for step in range(self.start + 1, num_steps + 1):
-                    if not stop.proceed():
-                        break
-                    batch = self.clock.wait_for(lambda: next(batches), devices.idle_since)
-                    batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
-                    rate = np.float32(learning_rate(config, steps_done=step - 1))
-                    state, metrics = self.step_compiled(state, batch, rate)
-                    devices.launched(metrics)
-                    if pending:
-                        self._finish(*pending, bar)
+                while step < num_steps and stop.proceed():
+                    step += 1
+                    state, metrics = self._launch(state, step)
+                    ruined = pending and self._finish(*pending, bar)
                     pending = (step, metrics)
                     last = step == num_steps
                     evaluate_now = last or (config.eval.every_steps and step % config.eval.every_steps == 0)
                     save_now = self.keeper.due(step, last)
-                    if evaluate_now or save_now:
-                        self._finish(*pending, bar)
+                    metrics |= self.replicas.launch(step, state, evaluate_now or save_now)
+                    if not ruined and (evaluate_now or save_now):
+                        ruined = self._finish(*pending, bar)
                         pending = None
-                        self.figures.throughput.pause()
+                        self._pause()
+                    if ruined:
+                        state, step, pending = *self._roll_back(state, ruined), None
+                        continue
                     if evaluate_now:  # before saving: a run stopped meanwhile then evaluates again
                         self._evaluate(state, step)
                     best = bool(evaluate_now) and self.keeper.improves(self.last_eval)
@@ -181,17 +183,55 @@ class _Session:
                     self._save_and_stop(state)
         except KeyboardInterrupt:  # where nobody has called `stop.install`
             raise stop.error("", self.keeper.newest()) from None
-        except Stopped:
+        except (Stopped, Damaged):
             raise
         except Exception:
-            self.keeper.save_after_error(state, pending, self.start)
+            self.keeper.save_after_error(state, pending, self.start, self.replicas.agree)
             raise
         finally:
-            batches.close()
-            devices.close()
+            self.batches.close()
+            self.devices.close()
+            self.slow_steps.close()
         with self.clock.within("save"):
             self.keeper.finish(num_steps)
         return state
+
+    def _launch(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Starts a step on the devices, with the next batch."""
+        self.slow_steps.waits_for(step, slow_steps.DATA)
+        batch = self.clock.wait_for(lambda: next(self.batches), self.devices.idle_since)
+        self.slow_steps.waits_for(step, slow_steps.LAUNCH)
+        batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
+        rate = np.float32(learning_rate(self.config, steps_done=step - 1))
+        state, metrics = self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
+        self.devices.launched(metrics)
+        return state, metrics
+
+    def _read_from(self, step: int) -> None:
+        """Has the batches of the steps after `step` read ahead; those that rollbacks have skipped are left out."""
+        data, skipped = self.config.data, self.recovery.skipped_batches
+        self.batches = train_batches(self.config, self.corpus, self.program.train_rows(), step + skipped)
+        self.figures.data = DataMetrics(self.corpus, self.batches, data.global_batch_rows, data.seq_len_tokens, skipped)
+        self.clock.finished(step)
+        self.clock.enter(clocks.STEP)
+
+    def _roll_back(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        """The state of a good checkpoint and its step, after step `step` was one too many."""
+        self.clock.enter("restore")
+        self.batches.close()
+        self._pause()
+        state, good = self.recovery.back(state, step, self.keeper)
+        self.writer.rewind(good)
+        figures = {"event": "rollback", "from_step": step, "skipped_batches": self.recovery.skipped_batches}
+        self.writer.write(good, figures)
+        self.start = min(self.start, good)
+        self._read_from(good)
+        return state, good
+
+    def _pause(self) -> None:
+        """What follows is no training, its time does not count."""
+        self.figures.throughput.pause()
+        self.slow_steps.pause()
 
     def _progress(self) -> Progress:
         return Progress(
@@ -207,50 +247,49 @@ class _Session:
         """Saves the state after `step`, with its evaluation if there is one."""
         with self.clock.within("save"):
             # after the last step, no other one says whether its weights are sound
-            self.keeper.judge(step, step < self.config.train.num_steps or sound(state.params))
-            self.keeper.save(step, state, evaluation, at_once=at_once)
+            last = step == self.config.train.num_steps
+            self.keeper.judge(step, not last or sound(state.params))
+            self.keeper.save(step, state, evaluation, at_once, last)
 
     def _save_and_stop(self, state: TrainState) -> None:
         """Saves what a signal has interrupted, and raises Stopped."""
         step = int(state.step)
         self.clock.enter("save")
         if self.keeper.due(step, last=True) and step > self.start:
+            self.replicas.require_equal(step, self.replicas.launch(step, state, also=True), self.keeper.saved)
             self.keeper.judge(step, sound(state.params))
             self.keeper.save(step, state, {})
         self.keeper.wait()
         raise stop.error(f"step {step} was the last", self.keeper.newest())
 
-    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> None:
-        """Waits for a step's metrics, shows and writes them when due, and stops a run whose steps are all skipped."""
+    def _finish(self, step: int, metrics: dict[str, jax.Array], bar: Progress) -> int:
+        """Waits for a step's metrics, shows and writes them when due.
+
+        Returns the step if it was one bad step too many, so that the run is to be rolled back, else 0. Raises UserError if it
+        ends with it.
+        """
+        self.slow_steps.waits_for(step, slow_steps.DEVICES)
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
+        self.slow_steps.finished(step)
+        self.replicas.require_equal(step, metrics, self.keeper.saved)
         metrics = self.last_metrics = scalars(metrics)
         self.figures.throughput.finished()
         self.clock.finished(step)
         if metrics["targets"] == 0:
             log.warning("Step %d: the batch has no target token; loss and gradient are 0", step)
         self.keeper.finished(step, int(metrics["skipped_in_row"]))
-        if metrics["skipped_in_row"]:
-            log.warning(
-                "Step %d: the gradient is not finite (norm %s); the update is skipped, %d in a row",
-                step,
-                metrics["grad_norm"],
-                metrics["skipped_in_row"],
-            )
-        limit = self.config.optimizer.max_nonfinite_steps
-        stop = metrics["skipped_in_row"] >= limit
-        every = self.config.train.log_every_steps
-        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or stop:
+        bad, every = self.recovery.spikes.judge(step, metrics), self.config.train.log_every_steps
+        if step % every == 0 or step in (self.start + 1, self.config.train.num_steps) or bad:
             shown = self.figures.row(step, metrics)
             self.writer.write(step, shown)
             bar.update(step, shown)
         else:
             bar.update(step)
-        if stop:
-            raise UserError(
-                f"step {step}: the gradient was not finite {limit} steps in a row (optimizer.max_nonfinite_steps); the weights "
-                f"are those before the first of them. {self.keeper.advice()}"
-            )
+        if bad:
+            log.warning("Step %d: %s", step, bad.text)
+            self.writer.write(step, {"event": bad.event, **bad.figures})
+        return step if bad and self.recovery.reacts(step, bad, self.keeper) else 0
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         """Held-out loss of the weights after `step`, and of their moving average."""
@@ -275,7 +314,7 @@ class _Session:
         """The figures of summary.json; tokens/s and MFU of this run's counted steps."""
         return {
             "steps": int(state.step),
-            "started_from_step": self.start,
+            "started_from_step": self.recovery.steps_done,
             "final_loss": self.last_metrics.get("loss"),
             "final_eval_loss": self.last_eval.get("eval_loss"),
             "final_eval_perplexity": self.last_eval.get("eval_perplexity"),
@@ -283,6 +322,7 @@ class _Session:
             **({"final_ema_eval_loss": self.last_eval.get("ema_eval_loss")} if state.ema else {}),
             **self.figures.summary(),
             "skipped_steps": int(state.skipped),
+            "rollbacks": self.recovery.count,
             "parameters": self.program.inventory.count,
             **self._of_experts(),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},

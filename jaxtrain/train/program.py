@@ -25,6 +25,7 @@ from jaxtrain.parallel import overlap
 from jaxtrain.parallel.sharding import Layout, make_layout
 from jaxtrain.runtime import compat
 from jaxtrain.train.functions import Functions
+from jaxtrain.train.spikes import limited
 from jaxtrain.train.state import TrainState
 
 LAYER_ORDER = "layer_order"  # name of `Program.layer_order` among the facts that are saved with a state
@@ -45,7 +46,7 @@ class Program:
     eval_batch_sharding: NamedSharding  # of each array [b, T] of an evaluation batch
     init: Callable[[int], TrainState]  # seed -> state
     begin: dict[str, Callable[[Any], Any]]  # "opt_state", "ema": weights -> that before the first step with them
-    train_step: jax.stages.Wrapped  # (state, batch, learning rate) -> (state, metrics); the state is donated
+    train_step: jax.stages.Wrapped  # (state, batch, learning rate[, limits]) -> (state, metrics); the state is donated
     eval_step: Callable[[Any, Batch], LossSums]  # (params, batch [b, T]) -> sums
     loss_and_grads: Callable  # (params, batch, step) -> (metrics, mean gradients): the step without its update
     logits: Callable[[Any, Batch], jax.Array]  # (params, batch [b, T]) -> [b, T, vocab_size] float32
@@ -110,10 +111,11 @@ class Program:
 
         return jax.tree_util.tree_map_with_path(moved, state)
 
-    def abstract_step_arguments(self) -> tuple[TrainState, Batch, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of `train_step`'s arguments: to compile it without data."""
+    def abstract_step_arguments(self) -> tuple[Any, ...]:
+        """Shapes and shardings of `train_step`'s arguments, limits only where train.on_spike needs them: to compile it."""
         batch = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
-        return self.abstract_state, Batch(*[batch] * len(Batch._fields)), jax.ShapeDtypeStruct((), jnp.float32)
+        scalars = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (2,))[: 1 + limited(self.config)]]
+        return self.abstract_state, Batch(*[batch] * len(Batch._fields)), *scalars
 
 
 def with_sources(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -44,6 +44,9 @@ class Start:
     Args:
       config: with all sizes of the mesh filled in.
       fingerprints: of the training rows, by source.
+
+    Attributes:
+      facts: what is saved with each checkpoint; found: what was saved with the one that was restored last, {} without one.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, program: Program, fingerprints: dict, workdir: pathlib.Path):
@@ -52,6 +55,7 @@ class Start:
         text = fingerprints if len(fingerprints) > 1 else next(iter(fingerprints.values()))  # of one source as ever
         self.facts = {"data_fingerprint": text, "config": self._own, LAYER_ORDER: program.layer_order}
         self._changes: list[Change] = []
+        self.found: dict[str, Any] = {}
         self._taken = ""  # the folder whose weights the run began with
         self._wanted = Wanted(self._problems, config.checkpoint.restore_step or None, self._continues, self._anew)
 
@@ -73,18 +77,30 @@ class Start:
                 state = dataclasses.replace(state, params=_weights_of(source, self._program, self._own))
                 state = self._begun(state, ["ema"] if state.ema else [])
             return state, 0
-        state, facts, step = restored
+        *_, step = restored
         log.info("Continuing from the checkpoint of step %d", step)
         if source:
             log.info("checkpoint.init_from is for a run without checkpoints: %s is not read", source)
-        self._tell_changes(facts, step)
+        self._tell_changes(restored[1], step)
+        return self._whole(*restored), step
+
+    def state_of(self, checkpointer: Checkpointer, step: int) -> TrainState:
+        """The state of a checkpoint of this run. Later ones are set aside."""
+        wanted = dataclasses.replace(self._wanted, step=step, continues=lambda facts: False)
+        if not (restored := checkpointer.restore_newest(self._program.abstract_state, wanted)):
+            raise UserError(f"the checkpoint of step {step} is gone")
+        return self._whole(*restored)
+
+    def _whole(self, state: TrainState, facts: dict, step: int) -> TrainState:
+        """A restored state in this program's order of layers, with what begins anew."""
+        self.found = facts
         zero = jax.device_put(np.int32(0), state.skipped_in_row.sharding)  # the count is of this run's own steps
         anew = [key for key in ANEW if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(getattr(state, key)))]
         state = dataclasses.replace(state, skipped_in_row=zero, **dict.fromkeys(anew))
         state = self._begun(self._program.in_own_order(state, facts.get(LAYER_ORDER)), anew)
         for key in anew:
             log.warning("Of step %d the weights are kept, %s begins anew", step, ANEW[key])
-        return state, step
+        return state
 
     def _source(self) -> str:
         """checkpoint.init_from; of a URL what stands for a Hugging Face folder, or the copy of a step in WORKDIR/init_from."""

@@ -22,7 +22,7 @@ class TrainState:
     step: jax.Array  # optimizer steps done, skipped ones included
     params: Any  # nested dict of float32 arrays
     opt_state: Any
-    skipped: jax.Array  # steps whose gradient was not finite
+    skipped: jax.Array  # steps whose update was not applied: their gradient was not finite, or beyond limits (`train.spikes`)
     skipped_in_row: jax.Array
     ema: Any = ()  # `train.ema.Ema` of the trained weights; (): none (train.ema_decay)
 

@@ -1,4 +1,4 @@
-"""One optimizer step, on one page: microbatches, one division, clip, update, or nothing if the gradient is not finite."""
+"""One optimizer step, on one page: microbatches, one division, clip, update, or nothing if it would ruin the weights."""
 
 from __future__ import annotations
 
@@ -86,24 +86,30 @@ def mean(sums: LossSums, gradients: Any) -> Any:
 
 
 def make_train_step(gradients: Callable, update: Callable, clip_norm: float, routed: Callable | None = None) -> Callable:
-    """`(state, batch, learning_rate) -> (state, metrics)`; metrics are float32 scalars but `expert_load`, equal on every mesh.
+    """`(state, batch, learning_rate, limits=None) -> (state, metrics)`; metrics are float32 scalars but `expert_load`, equal on
+    every mesh. Nothing is updated if the gradient is not finite or, with `limits` [2], if loss or gradient norm is above them.
 
     Args:
       gradients: `(params, batch, step) -> (LossSums, sums of gradients, their norm)`; update: see `optimizer.make_update`.
       routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts; what it moves has no gradient.
     """
 
-    def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(
+        state: TrainState, batch: Batch, learning_rate: jax.Array, limits: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         sums, grads, norm = gradients(state.params, batch, state.step)
         grads, norm = mean(sums, (grads, norm))
-        finite = jnp.isfinite(norm)
+        metrics = mean_losses(sums)
+        fine = jnp.isfinite(norm)
+        if limits is not None:
+            fine &= (metrics["loss"] <= limits[0]) & (norm <= limits[1])
         if clip_norm:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             with jax.named_scope(WEIGHTS):
                 grads = jax.tree.map(lambda g: g * scale, grads)
-        params, extra = routed(state.params, sums, finite) if routed else (state.params, {})
-        params, (opt_state, ema) = update(finite, learning_rate, grads, params, (state.opt_state, state.ema))
-        skip = 1 - finite.astype(jnp.int32)
+        params, extra = routed(state.params, sums, fine) if routed else (state.params, {})
+        params, (opt_state, ema) = update(fine, learning_rate, grads, params, (state.opt_state, state.ema))
+        skip = 1 - fine.astype(jnp.int32)
         state = TrainState(
             step=state.step + 1,
             params=params,
@@ -112,8 +118,7 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
             skipped_in_row=(state.skipped_in_row + 1) * skip,
             ema=ema,
         )
-        metrics = mean_losses(sums) | extra
-        metrics |= {
+        metrics |= extra | {
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "skipped_steps": state.skipped.astype(jnp.float32),

@@ -5,22 +5,23 @@ from __future__ import annotations
 import ml_collections
 
 from jaxtrain.config import ConfigError
-from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal, gpu_refusal
+from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal, flash_gpu_refusal, gpu_refusal
 
 
 def choose(config: ml_collections.ConfigDict, platform: str, compute_capability: str | None = None) -> str:
-    """The backend for `runtime.attention` on a platform ("cpu", "gpu" or "cuda"): "cudnn", "blockwise" or "reference".
+    """The backend for `runtime.attention` on a platform ("cpu", "gpu" or "cuda"): "cudnn", "flash", "blockwise", "reference".
 
     compute_capability: of the GPU, None where it is not known. "auto" takes the first of these that honours every
-    setting. Raises ConfigError when the one asked for cannot.
+    setting, on a CPU not flash, which is slow there. Raises ConfigError when the one asked for cannot.
     """
+    on_gpu, wanted = platform in ("gpu", "cuda"), config.runtime.attention
+    slow = f"the {platform} platform" if wanted == "auto" else None
     refusals = {
-        "cudnn": cudnn_refusal(config)
-        or (gpu_refusal(compute_capability) if platform in ("gpu", "cuda") else f"the {platform} platform"),
+        "cudnn": cudnn_refusal(config) or (gpu_refusal(compute_capability) if on_gpu else f"the {platform} platform"),
+        "flash": blockwise_refusal(config) or (flash_gpu_refusal(config, compute_capability) if on_gpu else slow),
         "blockwise": blockwise_refusal(config),
         "reference": None,
     }
-    wanted = config.runtime.attention
     if wanted == "auto":
         return next(name for name, refusal in refusals.items() if refusal is None)
     if refusals[wanted]:

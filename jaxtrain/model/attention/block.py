@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from jaxtrain.model.attention import blockwise, reference, ring
+from jaxtrain.model.attention import reference, ring
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.sinks import with_sinks
@@ -79,6 +79,7 @@ class Attention(nnx.Module):
         layout = execution.layout
         self.model, self.layout = model, layout
         self.backend, self.block = execution.attention_backend, execution.attention_block
+        self.interpret = execution.interpret
         d, n = model.embed_dim, model.num_heads
         bias = vector({"vector": d}, 0.0, layout.sequence_parallel) if model.attention_out_bias else None
         sizes = {"embed": d, "heads": n, "head_dim": self.value_dim}
@@ -115,7 +116,7 @@ class Attention(nnx.Module):
             q_grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
             out, lse, cache = self._attend_to_row((q_grouped, k, v), rows, layer, keys)
             out = with_sinks(out, lse, None if self.sinks is None else read(self.sinks).reshape(q_grouped.shape[2:4]))
-        out = out.reshape(q.shape)[..., : self.value_dim]
+        out = out.reshape(*q.shape[:3], -1)[..., : self.value_dim]
         return named("attention_out", row_parallel, out, "BTNH,DNH->BTD", self.out), cache
 
     def _inputs(self, x, rows, layer):
@@ -136,7 +137,7 @@ class Attention(nnx.Module):
         model, layout, (q, k, v) = self.model, self.layout, inputs
         scale = model.attention_scale or model.head_dim**-0.5
         windows = tuple(sorted({spec.window for spec in layer_specs(model)}))
-        settings = Settings(scale, model.attention_softcap, self.block, windows, layout.context)
+        settings = Settings(scale, model.attention_softcap, self.block, windows, layout.context, self.interpret)
         queries, cache = Positions(rows.index, rows.segments), layer.cache
         if cache is not None:
             cache = cache.write(k, v, rows)
@@ -152,8 +153,8 @@ class Attention(nnx.Module):
     def _attend(self, inputs, mask, settings, dropout_keys):
         """Attention of queries to keys and values of the whole row [B, S, K, H], in natural order; and its log-sum-exp."""
         model, (q, k, _) = self.model, inputs
-        if self.backend == "blockwise":
-            return blockwise.attend(*inputs, mask, settings)
+        if self.backend in ("blockwise", "flash"):
+            return ring.BACKENDS[self.backend].attend(*inputs, mask, settings)
         kept = None
         if model.dropout_attention and dropout_keys is not None:
             # [B, T, N, S] for the true heads, of which this device takes its own: masks do not depend on `tensor`.

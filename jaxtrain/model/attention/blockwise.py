@@ -20,33 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.model.attention.differentiable import differentiable
 from jaxtrain.model.attention.mask import Mask, Positions, Settings, visible
-from jaxtrain.model.attention.merge import Saved, given_lse, row_sums, saved_lse
+from jaxtrain.model.attention.merge import Saved
 from jaxtrain.model.softcap import capped
-from jaxtrain.remat.policy import name
 
 MAX_SCORES = 1 << 25  # of a pair of blocks, in all rows and heads: 128 MiB in float32
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, settings: Settings) -> tuple[jax.Array, jax.Array]:
-    """Attention to the whole row, with arguments and results of `reference.attend`; both results have gradients."""
-    return _forward(q, k, v, mask, settings)[0]
-
-
-def _forward(q, k, v, mask, settings):
-    out, lse = forward(q, k, v, mask, settings, q.dtype)
-    out, lse = name((out, saved_lse(lse)), "attention")
-    return (out, given_lse(lse)), (q, k, v, mask, out, lse)
-
-
-def _backward(settings, residuals, gradients):
-    (q, k, v, mask, out, lse), (g, g_lse) = residuals, gradients
-    dq, dk, dv = backward(q, k, v, mask, settings, Saved(out, lse, row_sums(g, g_lse, out), g), q.dtype)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-attend.defvjp(_forward, _backward)
 
 
 def forward(
@@ -106,6 +85,9 @@ def backward(
     dq, dk, dv = blocks.over_pairs(add, zeros)
     dk, dv = (jnp.moveaxis(x[:, :, : k.shape[1]], 2, 1) for x in (dk, dv))
     return jnp.moveaxis(dq[:, :, :, : q.shape[1]].astype(dtype), 3, 1), dk, dv
+
+
+attend = differentiable(forward, backward)
 
 
 QUERIES, KEYS, LIVE = range(3)  # of a pair: its block of queries and of keys, and 0 if it only fills up the list

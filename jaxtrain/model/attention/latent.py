@@ -2,7 +2,7 @@
 
 Of a head's H, H - R are multiplied without rotation and R with rotary positions, whose keys all heads share. What is narrow is
 computed once per position and gathered over `tensor`; heads come of it column-parallel. Values, narrower than keys, are filled
-up with zeros for the backends, which know one width.
+up with zeros for backends that know one width, which all do but `flash`, and for rings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class LatentAttention(Attention):
         rotated = rotate(rotated[:, :, None], *angles)
         q = jnp.concatenate([plain, rotate(turned, *angles)], -1)
         k = jnp.concatenate([k, jnp.broadcast_to(rotated, (*k.shape[:3], rotated.shape[-1]))], -1)
-        return q, k, _fill(v, q.shape[-1])
+        in_ring = self.layout.context.devices > 1 and self.layout.context.method == "ring"
+        return q, k, v if self.backend == "flash" and not in_ring else _fill(v, q.shape[-1])
 
 
 def _fill(values: jax.Array, width: int) -> jax.Array:

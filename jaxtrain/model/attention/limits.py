@@ -16,6 +16,7 @@ from jaxtrain.parallel import context_layout as context
 
 MAX_HEAD_DIM = 128
 OLDEST_GPU = "8.0"
+MAX_FLASH_HEAD_DIM, FLASH_STEP, OLDEST_FLASH_GPU = 256, 16, "9.0"
 
 
 def cudnn_refusal(config: ml_collections.ConfigDict) -> str | None:
@@ -53,8 +54,20 @@ def gpu_refusal(compute_capability: str | None) -> str | None:
     return None
 
 
+def flash_gpu_refusal(config: ml_collections.ConfigDict, compute_capability: str | None) -> str | None:
+    """What the kernels of `flash` cannot honour on a GPU of this compute capability, or None."""
+    model = config.model
+    if compute_capability and float(compute_capability) < float(OLDEST_FLASH_GPU):
+        return f"a GPU of compute capability {compute_capability} ({OLDEST_FLASH_GPU} or later has the shared memory)"
+    if config.precision.compute_dtype != "bfloat16":
+        return f"precision.compute_dtype={config.precision.compute_dtype} (bfloat16 only)"
+    if model.head_dim % FLASH_STEP or model.head_dim > MAX_FLASH_HEAD_DIM:
+        return f"model.head_dim={model.head_dim} (a multiple of {FLASH_STEP} up to {MAX_FLASH_HEAD_DIM})"
+    return None
+
+
 def blockwise_refusal(config: ml_collections.ConfigDict) -> str | None:
-    """The setting that blockwise attention cannot honour, or None."""
+    """The setting that attention in blocks, blockwise or flash, cannot honour on any device, or None."""
     if config.model.dropout_attention:
         return f"model.dropout_attention={config.model.dropout_attention} (only reference draws its masks)"
     return None

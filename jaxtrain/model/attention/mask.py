@@ -39,6 +39,7 @@ class Settings:
       block: most queries, and keys, of a block of `blockwise`.
       windows: those that layers have, in ascending order; `Mask.window` is one of them. (): any.
       context: of `all_gather`: how the positions of a whole row lie over devices, of which one has the queries.
+      interpret: kernels of `flash` run as plain programs, on a CPU.
     """
 
     scale: float
@@ -46,6 +47,7 @@ class Settings:
     block: int = 128
     windows: tuple[int, ...] = ()
     context: Context | None = None
+    interpret: bool = False
 
 
 def visible(mask: Mask) -> jax.Array:

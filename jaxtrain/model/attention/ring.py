@@ -18,14 +18,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.model.attention import blockwise, cudnn, reference
+from jaxtrain.model.attention import blockwise, cudnn, flash, reference
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.merge import Saved, given_lse, halves, join, merge, row_sums, saved_lse, select
 from jaxtrain.parallel.collectives import all_to_all, axis_index, permute
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.remat.policy import name
 
-BACKENDS = {"blockwise": blockwise, "cudnn": cudnn, "reference": reference}
+BACKENDS = {"blockwise": blockwise, "cudnn": cudnn, "flash": flash, "reference": reference}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ computed (`overlap.expert_rounds`); what the load may need beyond them is a loop
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -18,7 +19,10 @@ from jaxtrain.parallel.collectives import all_to_all, axis_index, psum
 from jaxtrain.parallel.sharding import Layout
 
 AXIS = "expert"
+EVEN_ROWS = "even_rows_"  # scope: see `Blocks.scope`
 LARGEST_BLOCK, SMALLEST_BLOCK = 1024, 8
+TILES = (128, 64, 32, 16)  # blocks of the kernels
+MAX_PADDING = 0.03  # of an even load, in a kernel's blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +58,30 @@ class Sizes:
         """Number of blocks, enough for any division of the received rows over this device's experts."""
         return self.received // self.block + self.own_experts
 
+    def even(self, number: int) -> int:
+        """Rows that a device receives in round `number` when experts are evenly loaded."""
+        each = -(-self.tokens * self.per_token // self.ways)
+        return self.ways * min(self.rows, max(0, each - number * self.rows))
+
 
 def sizes(
-    layout: Layout, tokens: int, per_token: int, experts: int, factor: float, rounds: int, largest: int | None = None
+    layout: Layout,
+    tokens: int,
+    per_token: int,
+    experts: int,
+    exchange: tuple[float, int],
+    largest: int | None = None,
+    kernel: bool = False,
 ) -> Sizes:
     """Sizes for `tokens` of this device.
 
     Args:
-      factor: how many rows fit into `rounds` rounds, as a multiple of what a device sends to another when experts are evenly
-        loaded. One device alone sends itself all rows at once.
+      exchange: factor and rounds; the factor says how many rows fit into the rounds, as a multiple of what a device sends to
+        another when experts are evenly loaded. One device alone sends itself all rows at once.
       largest: how many of the tokens an expert takes at most (its capacity).
+      kernel: whether kernels multiply the blocks. Theirs are the largest of TILES that an even load fills but for MAX_PADDING.
     """
+    factor, rounds = exchange
     ways = layout.size(AXIS)
     own = experts // ways
     worst = min(tokens * min(per_token, own), own * (tokens if largest is None else min(largest, tokens)))
@@ -73,6 +90,10 @@ def sizes(
     block = SMALLEST_BLOCK
     while block * 2 <= min(LARGEST_BLOCK, rows * ways // (2 * own)):
         block *= 2
+    if kernel:
+        of_expert = max(1, tokens * ways * per_token // experts)
+        padding = {tile: -of_expert % tile / of_expert for tile in TILES}
+        block = next((tile for tile in TILES if padding[tile] <= MAX_PADDING), min(TILES, key=padding.get))
     return Sizes(layout, tokens, per_token, experts, rows, rounds, rows * rounds < worst, block)
 
 
@@ -118,10 +139,17 @@ class Round:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The rows that a device receives in one round, in blocks of one expert."""
+    """The rows that a device receives in one round, in blocks of one expert, those without rows last."""
 
     source: jax.Array  # [blocks, block] received row in each place of a block; beyond devices * rows: empty
-    expert: jax.Array  # [blocks] of this device
+    slot: jax.Array  # [devices * rows] the place of each received row; beyond all places: the row is empty
+    expert: jax.Array  # [blocks] of this device; own experts: the block has no rows
+    first: jax.Array  # [own experts + 1] where each expert's blocks begin
+    even: int = dataclasses.field(metadata={"static": True})  # rows in them when experts are evenly loaded
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """A scope in which a plan reads that many rows of the products in it, since shapes are those of the worst load."""
+        return jax.named_scope(f"{EVEN_ROWS}{self.even}")
 
 
 def round_of(plan: DispatchPlan, number: jax.Array | int, s: Sizes) -> Round:
@@ -151,10 +179,13 @@ def blocks_of(counts: jax.Array, number: jax.Array | int, s: Sizes) -> Blocks:
     take = functools.partial(jnp.take_along_axis, axis=1)
     slot = take(begin_of, known) + jnp.arange(s.rows) - take(jnp.cumsum(here, 1) - here, known)
     slot = jnp.where(expert < s.own_experts, slot, s.blocks * s.block)
+    slot = slot.reshape(-1).astype(jnp.int32)
     source = s.received + jnp.arange(s.blocks * s.block, dtype=jnp.int32)  # beyond the end, each once
-    source = source.at[slot.reshape(-1)].set(jnp.arange(s.received, dtype=jnp.int32), mode="drop")
-    of_block = jnp.minimum(jnp.sum(last <= jnp.arange(s.blocks)[:, None], -1), s.own_experts - 1)
-    return Blocks(source.reshape(s.blocks, s.block), of_block)
+    source = source.at[slot].set(jnp.arange(s.received, dtype=jnp.int32), mode="drop")
+    of_block = jnp.sum(last <= jnp.arange(s.blocks)[:, None], -1, dtype=jnp.int32)
+    first = jnp.pad(last, (1, 0)).astype(jnp.int32)
+    even = s.even(number) if isinstance(number, int) else s.received
+    return Blocks(source.reshape(s.blocks, s.block), slot, of_block, first, even)
 
 
 def rows_of(x: jax.Array, r: Round, s: Sizes, of_token: bool) -> jax.Array:

@@ -1,9 +1,9 @@
 """Experts: gated or plain MLPs of which each token sees a few, dropless, their weights split over `expert` and `tensor`.
 
-Rows that arrive are multiplied in blocks, each of one expert, by a loop of static length: plain matrix products, of the same
-kind as elsewhere. `jax.lax.ragged_dot` would say it in a line, but on GPUs XLA makes of it one masked product per expert:
-512 MiB of temporaries for 8192 x 2048 by 16 x 2048 x 1024, where the loop takes 14 (jax 0.10.2 and 0.12.0, compiled for H200).
-The price is padding: up to one block per expert, and the slack of the exchange's buffers.
+Rows that arrive are sorted into blocks, each of one expert. Their products are kernels on GPUs (`jaxtrain.model.moe.kernel`),
+a loop of plain products elsewhere and in fp8 (`jaxtrain.model.moe.loop`). `jax.lax.ragged_dot` would say it in a line, but on
+GPUs XLA makes of it one masked product per expert: 512 MiB of temporaries for 8192 x 2048 by 16 x 2048 x 1024 (jax 0.10.2 and
+0.12.0, compiled for H200; its flags for grouped products change nothing).
 
 A choice's weight is multiplied in before the down product, not after it: the backward then needs no output of an expert, so
 that neither is kept or computed twice what that product gives, nor what brings it back.
@@ -20,8 +20,8 @@ from flax import nnx
 
 from jaxtrain.model.execution import Execution
 from jaxtrain.model.layers import Linear, vector
-from jaxtrain.model.matmul_precision import Matmul, peaks, plain
 from jaxtrain.model.mlp import GATED, Activation
+from jaxtrain.model.moe import kernel, loop
 from jaxtrain.model.moe.dispatch import (
     Blocks,
     DispatchPlan,
@@ -34,13 +34,14 @@ from jaxtrain.model.moe.dispatch import (
     rows_of,
     sizes,
 )  # fmt: skip
+from jaxtrain.model.moe.loop import Settings
 from jaxtrain.model.moe.router import RouterAssignments, capacity
 from jaxtrain.parallel.collectives import axis_index
 from jaxtrain.parallel.parameters import ComputeParameter, is_compute_parameter
 from jaxtrain.remat.policy import named
 
+WAYS = {"loop": loop, "kernel": kernel}  # by `Execution.experts`
 OVERFLOW = "overflow"  # scope of the rounds beyond those that a balanced load needs
-Settings = tuple[Sizes, Activation, Matmul]  # static
 # Matrices [E, D, F] of gate, up and down, or of up and down, with their biases.
 Weights = list[tuple[ComputeParameter, ComputeParameter | None]]
 
@@ -70,11 +71,12 @@ class Experts(nnx.Module):
         model, execution, (rows, length, width) = self.model, self.execution, x.shape
         largest = rows * min(length, capacity(model, row_length)) if model.capacity_factor else None
         tokens, k = rows * length, model.experts_per_token
-        factor, rounds = execution.exchange_factor, execution.exchange_rounds
-        s = sizes(execution.layout, tokens, k, model.num_experts, factor, rounds, largest)
+        exchange = execution.exchange_factor, execution.exchange_rounds
+        s = sizes(execution.layout, tokens, k, model.num_experts, exchange, largest, execution.experts == "kernel")
         linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
         weights = [(linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()) for linear in linears]
-        settings = s, Activation(model.mlp, model.swiglu_limit), execution.matmul
+        activation = Activation(model.mlp, model.swiglu_limit)
+        settings = Settings(s, activation, execution.matmul, execution.experts, execution.interpret)
         with jax.named_scope("experts"):
             found = named("routes", dispatch_plan, assignments.experts.reshape(tokens, k), s)
             y = _run(settings, x.reshape(tokens, width), assignments.weights.reshape(tokens, k), weights, found)
@@ -88,19 +90,19 @@ def _run(settings: Settings, x: jax.Array, gates: jax.Array, weights: Weights, p
 
 
 def _forward(settings, x, gates, weights, plan):
-    s = settings[0]
+    s, work = settings.sizes, WAYS[settings.way]
     values = _values(weights, s)
     rounds = [round_of(plan, number, s) for number in range(s.rounds)]
     arrived = [_arrive(x, gates, plan.counts, number, r, s) for number, r in enumerate(rounds)]
-    residuals = _in_turn(arrived, functools.partial(_hidden, settings, values))
-    outputs = [_output(settings, values, *one) for one in residuals]
+    residuals = _in_turn(arrived, functools.partial(work.hidden, settings, values))
+    outputs = [work.output(settings, values, *one) for one in residuals]
     y = _sum_returned(outputs, rounds, s)
 
     def more(carry):
         number, y = carry
         r = round_of(plan, number, s)
         arrived = _arrive(x, gates, plan.counts, number, r, s)
-        out = _output(settings, values, arrived, _hidden(settings, values, arrived))
+        out = work.output(settings, values, arrived, work.hidden(settings, values, arrived))
         return number + 1, y + _sum_returned([out], [r], s)
 
     if s.overflows:
@@ -111,15 +113,15 @@ def _forward(settings, x, gates, weights, plan):
 
 def _backward(settings, residuals, dy):
     x, gates, weights, plan, residuals = residuals
-    s = settings[0]
+    s, work = settings.sizes, WAYS[settings.way]
     values = _values(weights, s)
     rounds = [round_of(plan, number, s) for number in range(s.rounds)]
-    grads, returned = jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), values), []
+    grads, returned = None, []
     # Where rows and hidden activations are computed again, rows travel first: gradients are sent when there are the latter.
     tied = [jax.lax.optimization_barrier((dy, one)) for one in residuals]
     arrived_dy = [dispatch(rows_of(dy, r, s, of_token=True), s) for (dy, _), r in zip(tied, rounds, strict=True)]
     for number, (_, one) in enumerate(tied):
-        dx, dgates, grads = _gradients(settings, values, arrived_dy[number], *one, grads)
+        dx, dgates, grads = work.gradients(settings, values, arrived_dy[number], *one, grads)
         arrived_dy[number + 1 :], dx = jax.lax.optimization_barrier((arrived_dy[number + 1 :], dx))
         returned.append((dx, dgates))
     dx = _sum_returned([dx for dx, _ in returned], rounds, s)
@@ -129,8 +131,8 @@ def _backward(settings, residuals, dy):
         number, dx, dgates, grads = carry
         r = round_of(plan, number, s)
         arrived = _arrive(x, gates, plan.counts, number, r, s)
-        arrived_dy, hidden = dispatch(rows_of(dy, r, s, of_token=True), s), _hidden(settings, values, arrived)
-        own_dx, own_dgates, grads = _gradients(settings, values, arrived_dy, arrived, hidden, grads)
+        arrived_dy, hidden = dispatch(rows_of(dy, r, s, of_token=True), s), work.hidden(settings, values, arrived)
+        own_dx, own_dgates, grads = work.gradients(settings, values, arrived_dy, arrived, hidden, grads)
         return number + 1, dx + _sum_returned([own_dx], [r], s), dgates + combine(own_dgates, r, s), grads
 
     if s.overflows:
@@ -183,104 +185,3 @@ def _arrive(x, gates, counts, number, r, s) -> tuple[jax.Array, jax.Array, Block
     rows, counts = jax.lax.optimization_barrier((rows, counts))  # blocks are made while rows travel
     arrived = named("expert_in", lambda: (dispatch(rows, s), dispatch(gates, s)))
     return *arrived, named("routes", blocks_of, counts, number, s)
-
-
-def _hidden(settings, weights, arrived) -> list[jax.Array]:
-    """Hidden activations [blocks, block, F] of gate and up, or of up alone."""
-    (rows, _, blocks), (_, _, matmul) = arrived, settings
-
-    def one(_, block):
-        source, expert = block
-        taken = _take(rows, source)
-        hidden = [matmul("RD,DF->RF", taken, _of(w, expert), rows.dtype) for w, _ in weights[:-1]]
-        biases = [bias for _, bias in weights[:-1]]
-        if biases[0] is not None:
-            hidden = [(y.astype(jnp.float32) + _of(b, expert)).astype(y.dtype) for y, b in zip(hidden, biases, strict=True)]
-        return None, hidden
-
-    return named("mlp_hidden", lambda: jax.lax.scan(one, None, (blocks.source, blocks.expert))[1])
-
-
-def _output(settings, weights, arrived, hidden) -> jax.Array:
-    """The experts' outputs for the rows of a round, [devices * rows, D]."""
-    (rows, gates, blocks), (_, activation, matmul), (down, bias) = arrived, settings, weights[-1]
-    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
-
-    def one(y, block):
-        source, expert, hidden, peak = block
-        g, own = _take(gates, source), (peak, _of(down_peak, expert))
-        weighted = _activated(activation, hidden, g).astype(rows.dtype)
-        out = matmul("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=own)
-        if bias is not None:
-            out = (out.astype(jnp.float32) + g[:, None] * _of(bias, expert)).astype(rows.dtype)
-        return _put(y, source, out), None
-
-    return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
-
-
-def _peaks(settings, down, arrived, hidden):
-    """`matmul_precision.peaks` of the down product: of its inputs [blocks, block, 1] and of its weights [E, D, 1]."""
-    (rows, gates, blocks), (s, activation, matmul) = arrived, settings
-    if matmul is plain:
-        return None, None
-    weighted = _activated(activation, hidden, _take(gates, blocks.source)).astype(rows.dtype)
-    return peaks(matmul, s.layout, (weighted, 2), (down, 2))
-
-
-def _gradients(settings, weights, arrived_dy, arrived, hidden, grads):
-    """Gradients of a round: of its rows [devices * rows, D], of their choices' weights, and `grads` with the experts' added."""
-    (_, activation, matmul), (rows, gates, blocks) = settings, arrived
-    *into, (down, down_bias) = weights
-    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
-
-    def one(carry, block):
-        dx, dgates, (*grads_into, (grad_down, grad_bias)) = carry
-        source, expert, hidden, peak = block
-        taken, g, block_dy = _take(rows, source), _take(gates, source), _take(arrived_dy, source)
-        weighted, vjp = jax.vjp(functools.partial(_activated, activation), hidden, g)
-        weighted = weighted.astype(rows.dtype)
-        of_down = _of(down, expert), jnp.float32, 0, (None, _of(down_peak, expert))
-        d_weighted = matmul("RD,DF->RF", block_dy, *of_down)
-        d_hidden, dg = vjp(d_weighted)
-        grad_down = _add(grad_down, expert, matmul("RF,RD->DF", weighted, block_dy, jnp.float32, 1, (peak, None)))
-        if down_bias is not None:
-            block_dy = block_dy.astype(jnp.float32)
-            grad_bias = _add(grad_bias, expert, g @ block_dy)
-            dg = dg + block_dy @ _of(down_bias, expert)
-        grads_into = [
-            (
-                _add(grad, expert, matmul("RD,RF->DF", taken, d, jnp.float32, gradient=1)),
-                None if bias is None else _add(bias, expert, d.astype(jnp.float32).sum(0)),
-            )
-            for (grad, bias), d in zip(grads_into, d_hidden, strict=True)
-        ]
-        into_dx = [
-            matmul("RF,DF->RD", d, _of(w, expert), jnp.float32, gradient=0) for d, (w, _) in zip(d_hidden, into, strict=True)
-        ]
-        grads = [*grads_into, (grad_down, grad_bias)]
-        return (_put(dx, source, sum(into_dx).astype(dx.dtype)), _put(dgates, source, dg), grads), None
-
-    start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
-    return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
-
-
-def _activated(activation: Activation, hidden: list[jax.Array], gates: jax.Array) -> jax.Array:
-    """The input of the down product, float32: activated hidden [..., F], of gate and up or of up alone, times gates [...]."""
-    return activation([x.astype(jnp.float32) for x in hidden]) * gates[..., None]
-
-
-def _of(weights: jax.Array | None, expert: jax.Array) -> jax.Array | None:
-    return None if weights is None else jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
-
-
-def _add(sums: jax.Array, expert: jax.Array, gradient: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(sums, _of(sums, expert) + gradient, expert, 0)
-
-
-def _take(rows: jax.Array, source: jax.Array) -> jax.Array:
-    return rows.at[source].get(mode="fill", fill_value=0)
-
-
-def _put(rows: jax.Array, source: jax.Array, new: jax.Array) -> jax.Array:
-    """`rows` with a block's rows written to their indices; indices of empty rows lie beyond the end and are dropped."""
-    return rows.at[source].set(new, mode="drop", unique_indices=True)

@@ -22,6 +22,7 @@ from jaxtrain.model.inventory import Inventory
 from jaxtrain.model.mlp import GATED
 from jaxtrain.model.moe.balance import needs_counts as counts_first
 from jaxtrain.model.moe.dispatch import sizes
+from jaxtrain.model.moe.limits import choose
 from jaxtrain.model.moe.router import capacity
 from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.parallel.parameters import subset
@@ -253,7 +254,7 @@ class _Shapes:
             exchange = config.memory.expert_buffer_factor, config.overlap.expert_rounds
             tokens, k = self.rows * self.length, m.experts_per_token
             limit = self.rows * capacity(m, config.data.seq_len_tokens) if m.capacity_factor else None
-            self.exchange = sizes(layout, tokens, k, m.num_experts, *exchange, limit)
+            self.exchange = sizes(layout, tokens, k, m.num_experts, exchange, limit, choose(config, "cuda") == "kernel")
 
     def elements(self, placement: str, matrices: bool = False, trained: bool = False) -> int:
         """Elements of all weights on one device; `matrices`: without scales and biases; `trained`: without frozen ones."""

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.hardware.rates import RATES, Rates
+from jaxtrain.model.attention.flash import FLOPS
+from jaxtrain.model.moe.dispatch import EVEN_ROWS
+from jaxtrain.plan.predict import grouped
 from jaxtrain.plan.predict.products import Product, products
 from jaxtrain.plan.predict.touched import touched_bytes
 from jaxtrain.plan.read.collectives import Collective
@@ -34,6 +37,7 @@ class Cost:
     attention_flops: float = 0.0
     bytes: float = 0.0  # to and from memory
     backward: bool = False  # of attention
+    kernel: bool = False  # attention, or products of experts, by a kernel of ours
 
     @property
     def flops(self) -> float:
@@ -44,8 +48,10 @@ class Cost:
         """The longest of its parts, at least a kernel's time; 0 for what needs no kernel."""
         if not (self.products or self.attention_flops or self.bytes):
             return 0.0
-        share = rates.attention_backward if self.backward else rates.attention
-        arithmetic = sum(p.seconds(gpu, rates) for p in self.products) + self.attention_flops / (share * gpu.bf16_flops)
+        share = rates.flash if self.kernel else rates.attention_backward if self.backward else rates.attention
+        slower = rates.product / rates.grouped if self.kernel else 1.0
+        attention_s = self.attention_flops / (share * gpu.bf16_flops)
+        arithmetic = slower * sum(p.seconds(gpu, rates) for p in self.products) + attention_s
         return max(arithmetic, self.bytes / (rates.memory * gpu.memory_bytes_per_s), rates.kernel_s)
 
 
@@ -62,6 +68,11 @@ def cost(module: Module, instruction: Instruction) -> Cost:
     inner = module.unwrapped(instruction)
     if inner.opcode == "custom-call" and "fmha" in inner.target:
         return _attention(inner, module.operands(instruction))
+    if inner.opcode == "custom-call" and (rows := grouped.number_in(EVEN_ROWS, inner)) is not None:
+        matrices, size = grouped.work(inner, module.operands(instruction), rows)
+        return Cost(matrices, bytes=size, kernel=True)
+    if inner.opcode == "custom-call" and (flops := grouped.number_in(FLOPS, inner)) is not None:
+        return Cost(attention_flops=flops, bytes=inner.bytes + sum(i.bytes for i in module.operands(inner)), kernel=True)
     return Cost(products(module, inner), bytes=touched_bytes(module, instruction))
 
 

@@ -23,7 +23,7 @@ KINDS = (
     "collective-broadcast",
 )
 _KERNELS = ("fusion", "custom-call", "while", "call", "conditional", "dot")
-_PRODUCT_CALLS = re.compile(r"__cublas|__cudnn\$|cutlass|triton_gemm|__op\$.*gemm", re.IGNORECASE)
+_PRODUCT_CALLS = re.compile(r"__cublas|__cudnn\$|cutlass|triton_gemm|xla\.gpu\.triton|__op\$.*gemm", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
