@@ -57,11 +57,6 @@ class _Cut:
         self.shape = flash_kernels.Shape(
             settings.scale, settings.softcap, mask.causal, *self.sizes, interpret=settings.interpret
         )
-        self.heads, self.lengths, self.windows = (
-            q.shape[0] * q.shape[2] * q.shape[3],
-            (q.shape[1], k.shape[1]),
-            settings.windows,
-        )
         rows = [Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments) for p in (mask.queries, mask.keys)]
         rows = [jax.tree.map(lambda x, size=size: _filled(x, size), p) for p, size in zip(rows, self.sizes, strict=True)]
         self.rows, self.window = rows, jnp.asarray(mask.window, jnp.int32)
