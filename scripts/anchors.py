@@ -154,7 +154,7 @@ ANCHORS = (
         "h100:1x8",
         ("data.global_batch_rows=512", "train.accumulation_steps=32"),
         tokens_per_s=12_040,
-        why="one kernel for all experts; ours loop over blocks of one expert, small products and kernels",
+        why="ours bring rows to their experts and back in passes of their own; the rate of our grouped products is an estimate",
     ),
     Anchor(
         "671b",

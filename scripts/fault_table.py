@@ -1,9 +1,10 @@
 """Breaks runs of several real processes on this machine in many ways and prints a table of what happened.
 
-    python scripts/fault_table.py [--tries=5] [--processes=2] [--only=WORD] [--list] [--out=DIR]
+    python scripts/fault_table.py [--tries=5] [--processes=2] [--only=REGEX] [--list] [--out=DIR]
 
 Each fault is tried several times, at a random moment of its phase. Shown are: the tries that ended as they must, the longest
-time that the ending took, the machine's load meanwhile, and the line that the survivors print. Runs are of
+time that the ending took (or, of those that recover, the recovery), the most steps done twice, how often the arrays at the end
+equal those of an undisturbed run, the machine's load meanwhile, and the line that the survivors print. Runs are of
 configs/tiny.py made smaller, on CPU, and share a folder of compiled programs but where a fault is about compiling.
 The exit code is 1 if any try went wrong; what the processes printed is in DIR then.
 """
@@ -17,37 +18,15 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-CHATTER = ("[Gloo]",)
-SMALL: dict[str, object] = {
-    "model.num_layers": 1,
-    "model.embed_dim": 32,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 16,
-    "model.mlp_dim": 32,
-    "memory.loss_chunk_tokens": 1024,
-    "data.seq_len_tokens": 32,
-    "train.num_steps": 1_000_000,
-    "train.log_every_steps": 20,
-    "optimizer.warmup_steps": 0,
-    "checkpoint.save_every_steps": 100,
-    "eval.every_steps": 0,
-    "observe.tensorboard": False,
-    "runtime.fake_devices": 1,
-    "runtime.heartbeat_timeout_s": 10,
-}
-# As the tests have it: compilation is most of the time.
-XLA_FLAGS = "--xla_backend_optimization_level=0"
-# What a process runs in place of `-m jaxtrain.main`, to be slow or to fail at a planned place; and what it does first.
-ENTRY = "import runpy, sys, time\n{}\nrunpy.run_module('jaxtrain.main', run_name='__main__', alter_sys=True)\n"
+from fault_recovery import RECOVERIES, Recovered, Untried
+from fault_runs import ROOT, SMALL, Run, clean, ended_by
+
 LATE = """from jaxtrain.train import loop
 compile_step = loop._compile_step
 loop._compile_step = lambda program: (time.sleep({}), compile_step(program))[1]"""
@@ -69,116 +48,6 @@ log = logging.getLogger("jax._src.compiler")
 log.setLevel(logging.DEBUG)
 log.addHandler(logging.FileHandler({!r}))
 log.propagate = False"""
-
-
-class Run:
-    """Several processes of one run. `lines(i)`: what process i printed so far. `cache`: of compiled programs; "": none."""
-
-    cache: str | pathlib.Path = ""
-
-    def __init__(self, folder: pathlib.Path, count: int = 2, own: dict[int, dict] | None = None, **settings):
-        """own: settings of single processes, and their "cwd", "entry" (what they do first), "config", "variables" and
-        "arguments" instead of --workdir; settings: of all, with __ for the dot."""
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        text = folder.parent / "text.txt"
-        if not text.exists():
-            text.write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(2000)))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        cache = {"runtime.compile_cache_dir": self.cache}
-        changes = SMALL | cache | {"data.paths": text, "mesh.data": count, "data.global_batch_rows": 4 * count}
-        changes |= {k.replace("__", "."): v for k, v in settings.items()}
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
-        self.processes, self.logs, self.left, self.started = [], [], [], time.monotonic()
-        for index in range(count):
-            mine = changes | (own or {}).get(index, {})
-            home, entry, special = mine.pop("cwd", folder), mine.pop("entry", ""), mine.pop("variables", {})
-            command = [sys.executable, *(["-c", ENTRY.format(entry)] if entry else ["-m", "jaxtrain.main"])]
-            command += [f"--config={mine.pop('config', ROOT / 'configs/tiny.py')}"]
-            command += mine.pop("arguments", [f"--workdir={folder}/run"])
-            command += [f"--config.{key}={value}" for key, value in mine.items()]
-            variables = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS, "PYTHONUNBUFFERED": "1"}
-            if count > 1:
-                variables |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
-                variables["JAX_PROCESS_ID"] = str(index)
-            self.logs.append(folder / f"process{index}.log")
-            with open(self.logs[-1], "wb") as log:
-                options = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-                self.processes.append(subprocess.Popen(command, env=kept | variables | special, cwd=home, **options))
-
-    def lines(self, index: int) -> list[str]:
-        return [line for line in self.logs[index].read_text(errors="replace").splitlines() if not line.startswith(CHATTER)]
-
-    def wait_for(self, pattern: str, index: int = 0, timeout_s: float = 240) -> re.Match:
-        """The match of a line that process `index` prints; fails when the run ends before."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if found := re.search(pattern, self.logs[index].read_text(errors="replace")):
-                return found
-            if self.processes[index].poll() is not None:
-                break
-            time.sleep(0.02)
-        raise AssertionError(f"process {index} never printed {pattern!r}; its last lines: {self.lines(index)[-5:]}")
-
-    def signal(self, index: int, number: int) -> None:
-        self.processes[index].send_signal(number)
-
-    def finish(self, timeout_s: float = 120, frozen: Sequence[int] = ()) -> float:
-        """Waits until all but the frozen ones have ended; seconds that took. Nothing of the run is left afterwards."""
-        start = time.monotonic()
-        try:
-            for index, process in enumerate(self.processes):
-                if index not in frozen:
-                    process.wait(max(0.1, start + timeout_s - time.monotonic()))
-            return time.monotonic() - start
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"not ended after {timeout_s} s: {[p.poll() for p in self.processes]}") from None
-        finally:
-            for process in self.processes:
-                self.left += self._kill_group(process)
-
-    def _kill_group(self, process: subprocess.Popen) -> list[int]:
-        """Kills what is left of a process and its children; those that are there 3 s after it ended are returned."""
-        deadline = time.monotonic() + 3
-        while process.poll() is not None and time.monotonic() < deadline:
-            try:
-                os.killpg(process.pid, 0)
-            except ProcessLookupError:
-                return []
-            time.sleep(0.05)
-        ended = process.poll() is not None
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-        return [process.pid] if ended else []
-
-    @property
-    def codes(self) -> list[int]:
-        return [process.poll() for process in self.processes]
-
-    def checkpoints(self) -> list[int]:
-        folder = self.folder / "run" / "checkpoints"
-        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
-
-
-def clean(run: Run, index: int) -> None:
-    """No traceback and no C++ stack in what a process printed."""
-    text = "\n".join(run.lines(index))
-    for bad in ("Traceback", "*** SIG", "@     0x", "Check failure", "terminate called", "Aborted"):
-        assert bad not in text, f"process {index} printed {bad!r}"
-    assert not run.left, f"children outlived processes {run.left}"
-
-
-def ended_by(run: Run, index: int, words: str) -> str:
-    """The one line by which a survivor says why it ends."""
-    clean(run, index)
-    found = [line for line in run.lines(index) if line.startswith("error: ")]
-    assert len(found) == 1 and words in found[0], f"process {index}: {found}, last: {run.lines(index)[-3:]}"
-    return found[0]
 
 
 # Faults. Each gets a folder, the number of processes and a random generator, breaks a run, checks how it ended, and returns the
@@ -527,8 +396,27 @@ FAULTS: dict[str, Callable[..., Outcome]] = {
     "mesh.tensor over processes of one machine": no_warning,
     "a second run in the workdir": second_run,
     "kill -9 of all, and the same command again": all_killed,
+    **RECOVERIES,
 }
-NEED_SEVERAL = ("one process", "another", "SIGSTOP", "kill -9 of a worker", "kill -9 of process 0", "twice", "mesh.tensor")
+NEED_SEVERAL = (
+    "one process",
+    "another",
+    "SIGSTOP",
+    "kill -9 of a worker",
+    "kill -9 of process 0",
+    "twice",
+    "mesh.tensor",
+    "cut",
+)
+
+
+def row(name: str, tries: int, outcomes: Sequence[Outcome | Recovered], load: float) -> str:
+    """A line of the table."""
+    seconds, line = max((one[0] for one in outcomes), default=0.0), outcomes[-1][1] if outcomes else ""
+    recovered = [one for one in outcomes if isinstance(one, Recovered)]
+    lost = f"{max(one.lost for one in recovered)}" if recovered else ""
+    equal = f"{sum(one.equal for one in recovered)}/{len(recovered)}" if recovered else ""
+    return f"| {name} | {len(outcomes)}/{tries} | {seconds:.1f} s | {lost} | {equal} | {load:.1f} | `{line}` |"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -536,33 +424,34 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="the fault of this name, or those whose names contain it")
+    parser.add_argument("--only", default="", help="the fault of this name, or those whose names match it")
     parser.add_argument("--list", action="store_true", help="print the names of the faults, and nothing else")
     parser.add_argument("--out", type=pathlib.Path, help="folder that keeps what the processes printed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    chosen = [name for name in FAULTS if name == args.only] or [name for name in FAULTS if args.only in name]
+    chosen = [name for name in FAULTS if name == args.only] or [name for name in FAULTS if re.search(args.only, name)]
     chosen = [name for name in chosen if args.processes > 1 or not any(word in name for word in NEED_SEVERAL)]
     if args.list:
         print("\n".join(chosen))
         return 0
     out, wrong = (args.out or pathlib.Path(tempfile.mkdtemp(prefix="faults-"))).absolute(), 0
     Run.cache = out / "cache"
-    print(f"| Fault, {args.processes} processes | As it must | Longest | Load | What is said |", flush=True)
-    print("|---|---|---|---|---|", flush=True)
+    print(f"| Fault, {args.processes} processes | As it must | Longest | Lost | Equal | Load | What is said |", flush=True)
+    print("|---|---|---|---|---|---|---|", flush=True)
     for name in chosen:
-        rng, good, longest, load, line = random.Random(f"{args.seed} {name}"), 0, 0.0, 0.0, ""
+        rng, outcomes, load = random.Random(f"{args.seed} {name}"), [], 0.0
         for attempt in range(args.tries):
             folder = out / re.sub(r"\W+", "_", name) / str(attempt)
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                seconds, line = FAULTS[name](folder, args.processes, rng)
-                good, longest = good + 1, max(longest, seconds)
+                outcomes.append(FAULTS[name](folder, args.processes, rng))
+            except Untried as reason:
+                print(f"{name}: not tried: {reason}", file=sys.stderr, flush=True)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 wrong += 1
                 print(f"{folder}: {error}", file=sys.stderr, flush=True)
             load = max(load, os.getloadavg()[0])
-        print(f"| {name} | {good}/{args.tries} | {longest:.1f} s | {load:.1f} | `{line}` |", flush=True)
+        print(row(name, args.tries, outcomes, load), flush=True)
     return 1 if wrong else 0
 
 

@@ -146,7 +146,6 @@ def _layouts() -> dict[str, dict]:
 
     found |= {
         "expert 8": ("experts", dict(mesh__expert=8)),
-        "expert 2, tensor 2, fsdp 2": ("experts", dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__remat="full")),
         "expert 2, tensor 2, fsdp 2, kernel": (
             "experts",
             dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__remat="full", runtime__experts="kernel"),

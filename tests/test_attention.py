@@ -9,7 +9,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.model import rope
 from jaxtrain.model.attention import backend as backends
-from jaxtrain.model.attention import blockwise, reference
+from jaxtrain.model.attention import blockwise, flash, reference
 from jaxtrain.model.attention.gather import natural, whole_row
 from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.model.attention.ring import BACKENDS
@@ -197,6 +197,19 @@ def test_flash_in_several_blocks(widths, length, window, softcap):
 
     for a, b in zip(*(jax.tree.leaves(function(x.attend)) for x in (BACKENDS["flash"], reference)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4 if a.ndim == 0 else 5e-6)
+
+
+def test_flash_leaves_out_what_masks_hide():
+    """Blocks of 64 of two documents of four blocks each, under a window of 64: a block's own and the one before."""
+    row = Positions(jnp.arange(512), jnp.asarray(np.arange(512)[None] // 256 + 1, jnp.int32))
+    q, k = jnp.zeros((1, 512, 1, 1, 16)), jnp.zeros((1, 512, 1, 16))
+    cut = flash._Cut(q, k, Mask(row, row, jnp.int32(64)), Settings(1.0, windows=(0, 64)), (64, 64))
+    for of, wanted in ((0, [(0, 1), (0, 2), (1, 3), (2, 4)]), (1, [(0, 2), (1, 3), (2, 4), (3, 4)])):
+        low, high = cut.bounds(of)
+        assert list(zip(low[0].tolist(), high[0].tolist(), strict=True)) == wanted + [(a + 4, b + 4) for a, b in wanted]
+    padding = Positions(row.index, jnp.zeros((1, 512), jnp.int32))
+    for found in flash._Cut(q, k, Mask(padding, padding), Settings(1.0), (64, 64)).bounds(0):
+        assert not found.any()
 
 
 def test_blockwise_holds_no_full_scores():

@@ -29,7 +29,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
 def test_figures_hang_together(tmp_path):
     file = tmp_path / "bench.json"
     started = time.monotonic()
-    result = bench("--steps=4", f"--json={file}", "--config.runtime.fake_devices=2", "--config.mesh.fsdp=2")
+    result = bench("--steps=4", "--observed", f"--json={file}", "--config.runtime.fake_devices=2", "--config.mesh.fsdp=2")
     wall_s = time.monotonic() - started
     assert result.returncode == 0, result.stderr
     figures = json.loads(file.read_text())
@@ -46,6 +46,8 @@ def test_figures_hang_together(tmp_path):
     assert figures["peak_memory_of"].startswith("process") and figures["peak_memory_bytes"] > 100 * 2**20
     assert {"jax", "jaxlib", "python"} <= figures["versions"].keys()
     assert f"{figures['step_median_s']:.4f} s median of 4, synchronized" in result.stdout
+    assert figures["observed_pairs"] == 4 and 0.3 < figures["observed_over_plain"] < 3  # what it says of steps this short
+    assert 0 < figures["observed_host_thread_s"] < 0.01
 
 
 def test_refusals_come_before_the_measurement(tmp_path):

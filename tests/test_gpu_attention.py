@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hlo_text import module as read_text
 
 from jaxtrain import config as configs
 from jaxtrain.model.attention import flash
+from jaxtrain.model.attention.mask import Mask, Positions, Settings
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan.predict import communication, roofline
 from jaxtrain.plan.read import hlo
+from jaxtrain.runtime import compat
 
 needs_plugin = pytest.mark.skipif(bool(plan.unavailable()), reason=plan.unavailable() or "can compile for GPUs")
 pytestmark = [pytest.mark.plan, pytest.mark.slow]
@@ -80,6 +84,26 @@ def test_whole_rows_are_cut_into_squares_and_rectangles():
     assert found == {(4, 1024, True), (2, 1024, False), (1, 2048, False)}
     assert communication._attention_flags(module(*WHOLE)) == []
     assert 4 * 1024**2 + 2 * 1024**2 + 2048**2 < 0.7 * T**2
+
+
+@pytest.mark.slow
+@needs_plugin
+@pytest.mark.parametrize("gpu, capability, widths", [("b200", "10.0", (256, 256)), ("h200", "9.0", (192, 128))])
+def test_wide_heads_fit_the_shared_memory(gpu, capability, widths):
+    """XLA refuses a kernel that does not. Gemma 2's heads, and DeepSeek's, whose values are narrower."""
+    [device] = plan.describe(gpu, 1, 1)
+    place, length, (width, of_values) = jax.sharding.SingleDeviceSharding(device), 256, widths
+
+    def both(q, k, v, segments, g):
+        row = Positions(jnp.arange(length), segments)
+        return jax.vjp(lambda *a: flash.attend(*a, Mask(row, row), Settings(0.1, 50.0))[0], q, k, v)[1](g)
+
+    heads = (2, 2, width), (2, width), (2, of_values), (), (2, 2, of_values)
+    arguments = [jax.ShapeDtypeStruct((1, length, *shape), "bfloat16" if shape else "int32", sharding=place) for shape in heads]
+    with compat.lowering_for(capability):
+        lowered = jax.jit(both).trace(*arguments).lower(lowering_platforms=("cuda",))
+    compiled = lowered.compile(compiler_options=plan.NEEDED_OPTIONS)
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
 
 def test_a_loop_that_depends_on_data_is_flagged():

@@ -18,19 +18,21 @@ from planned import config, needs_plugin
 
 from jaxtrain.config.validate import require_valid
 from jaxtrain.gpu_check import __main__ as gpu_check
-from jaxtrain.gpu_check import attention, compare, fit, layers, machine, models, profile, rates, run, table, timing, worker
+from jaxtrain.gpu_check import attention, compare, fit, layers, models, profile, rates, run, table, timing, worker
 from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SHARED, SKIPPED, Setup, rate, within
 from jaxtrain.gpu_check.report import Done, Report
 from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware_rates
 from jaxtrain.model.attention import blockwise
+from jaxtrain.observe.profile import trace
+from jaxtrain.observe.profile.operations import Operations
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.parity import check as parity
 from jaxtrain.plan import compile as compiler
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.study import study
-from jaxtrain.runtime import compat
+from jaxtrain.runtime import compat, machine
 from jaxtrain.train.program import build_program
 
 
@@ -90,10 +92,10 @@ def test_what_raises_or_is_refused_does_not_stop_the_others(small, monkeypatch):
 
 @pytest.mark.slow
 def test_layers(small):
-    """Experts under three loads, fp8, loss; collectives over 2, 4 and 8 devices."""
+    """Experts in two ways under three loads, fp8, loss; collectives over 2, 4 and 8 devices."""
     rows = list(layers.check(small))
     assert {row.verdict for row in rows} == {OK}, rows
-    assert len(rows) == 3 * 2 + 3 + 2 * 2
+    assert len(rows) == 2 * 3 * 2 + 3 + 2 * 2
     many = Setup(tuple(jax.devices()), True, None, small.folder)
     rows = list(layers.collectives(many))
     assert {row.verdict for row in rows} == {OK} and len(rows) == 3 * 5 * 2
@@ -256,7 +258,7 @@ def test_other_numerics_and_rates_compile_for_a_gpu(monkeypatch):
     setup = h200(1)
     one = comparison(setup, "soft cap, window")
     programs = [*tried([one, *layers.comparisons(setup)]), (one.reference, one.inputs())]
-    timed = [p for make in (rates.products, rates.memory, rates.launches, rates.attention) for p in make(setup)]
+    timed = [p for make in (rates.products, rates.experts, rates.memory, rates.launches, rates.attention) for p in make(setup)]
     assert {p.name.partition(",")[0] for p in timed} >= {"cudnn", "blockwise", "reference"}
     compile_together(setup, programs + [(p.function, p.arguments) for p in timed])
     [chain] = (program for program in timed if program.name == "kernel after kernel")
@@ -377,27 +379,15 @@ def test_planned_and_measured(small_step):
 
 
 def test_profile(small_step):
-    """Classes of the kernels of GPUs and of a CPU's operations; time in which nothing runs."""
-    names = {
-        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "products",
-        "sm90_xmma_gemm_bf16bf16_bf16f32": "products",
-        "triton_gemm_dot_12": "products",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
-        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
-        "loop_add_multiply_fusion_3": "memory-bound",
-        "triton_softmax_12": "memory-bound",
-        "input_reduce_fusion": "memory-bound",
-        "MemcpyD2H": "copies",
-        "void at::anything": "other",
-    }
-    assert {name: profile.classify(name) for name in names} == names
-    assert profile.idle_ns([("a", 0, 10), ("b", 5, 8), ("c", 15, 20), ("d", 30, 31)]) == 15
+    """Times of classes and parts of the model on a CPU; the reader's own tests are in test_profile.py."""
     by_name = {row.name: row for row in small_step[2]}
-    assert by_name["products"].value > 0 and by_name["memory-bound"].value > 0 and by_name["collectives"].value > 0
-    [row] = profile.rows([], {})
+    assert by_name["products"].value > 0 and by_name["memory-bound"].value > 0
+    assert by_name["exposed communication"].value > 0 and any(", backward, " in name for name in by_name)
+    [row] = profile.rows(trace.Trace({}), Operations(), {})
     assert row.verdict == FAILED
-    [first, *_] = profile.rows([("nccl", 0, 1e6)], {"product_s": 2.0})
-    assert (first.name, first.value) == ("collectives", 1.0)
+    kernel = trace.Event("gemm", "", 0.0, 1e6)
+    [first, *_] = profile.rows(trace.Trace({"GPU 0": (kernel,)}), Operations(), {"product_s": 2.0})
+    assert (first.name, first.value, first.expected) == ("products", 1.0, 2000.0)
 
 
 def times_of(true: hardware_rates.Rates, gpu) -> dict:
@@ -421,6 +411,8 @@ def times_of(true: hardware_rates.Rates, gpu) -> dict:
     first = flops / (true.attention * gpu.bf16_flops)
     both = first + 2.5 * flops / (true.attention_backward * gpu.bf16_flops)
     made["attention"] = {"cudnn, forward": (first, flops), "cudnn, forward and backward": (both, 3.5 * flops)}
+    made["attention"]["flash, forward and backward"] = 4.5 * flops / (true.flash * gpu.bf16_flops), 3.5 * flops
+    made["experts"] = {"rows by weights, 1 x 1x1x1": (flops / (true.grouped * gpu.bf16_flops), flops)}
     sent = made["collective_programs"] = {}
     for program in rates.collective_programs(Setup(tuple(jax.devices()), False, gpu, pathlib.Path())):
         kind, count = re.match(r"([\w-]+), (\d) devices", program.name).groups()
@@ -436,6 +428,7 @@ def test_rates_are_found_again(tmp_path, monkeypatch):
     """From the times that known rates give; the file is read by plans, with the band of the steps."""
     gpu = gpus.by_key("h200")
     changed = dict(product=0.66, product_ceiling=0.81, product_fp8=0.5, attention=0.6, attention_backward=0.4, memory=0.9)
+    changed |= dict(grouped=0.45, flash=0.3)
     changed |= dict(
         host=0.5, kernel_s=2e-6, host_loop_s=4e-5, nvlink=0.7, collective_s=2e-5, nvlink_step_s=2e-6, nvlink_half_bytes=5e5
     )

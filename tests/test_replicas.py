@@ -42,6 +42,7 @@ LAYOUTS = {  # share of the bytes that have copies: all, none, or some
     "hsdp": (dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, sharding__zero_stage=3, optimizer__name="adamw"), "all"),
     "norms alone": (dict(mesh__fsdp=2, mesh__tensor=2), "some"),
     "pipeline": (dict(mesh__data=2, mesh__pipeline=2, train__accumulation_steps=2), "all"),
+    "on the host": (dict(mesh__data=4, optimizer__name="adamw", memory__offload=("master", "moments")), "all"),
     "one device": (dict(), "none"),
 }
 

@@ -87,7 +87,7 @@ def run(layout, arrays, segments, window=0, softcap=0.0, dtype=np.float32, sinks
     """(out, dq, dk, dv) in natural order, with sinks theirs too; one compilation per layout and static settings."""
     order = layout.context.order(T)
     arrays = [x.astype(dtype)[:, order] for x in arrays]
-    settings = Settings(SCALE, softcap, 8, windows, layout.context)
+    settings = Settings(SCALE, softcap, 8, windows, layout.context, interpret=True)
     function = compiled(layout, settings, sinks is not None, **static)
     *found, d_sinks = function(*arrays, segments[:, order], window, np.zeros(arrays[0].shape[2:4]) if sinks is None else sinks)
     found = [np.asarray(x, np.float64)[:, np.argsort(order)] for x in found]
@@ -131,6 +131,7 @@ RING = dict(context_method="ring")
         *((ways, placement, "blockwise") for ways in (2, 4, 8) for placement in ("zigzag", "contiguous")),
         (4, "zigzag", "reference"),
         (2, "contiguous", "reference"),
+        (2, "zigzag", "flash"),
     ],
 )
 def test_equal_to_dense_attention(ways, placement, backend):

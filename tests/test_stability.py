@@ -146,6 +146,10 @@ def test_a_rollback_needs_checkpoints():
     assert any("not checkpoint.weights_only=True" in text for text in problems(config))
     config.checkpoint.weights_only = False
     assert not any("on_spike" in text for text in problems(config))
+    config.train.update(on_spike="skip", spike_patience_steps=3)
+    config.runtime.update(on_slow_step="stop", slow_step_factor=0.0)
+    assert "train.spike_patience_steps: 3 means nothing with train.on_spike=skip; set 1" in problems(config)
+    assert any("runtime.on_slow_step: no step is slow with" in text for text in problems(config))
 
 
 SHORT = ("train.num_steps=12", "eval.every_steps=0", "data.holdout_fraction=0", "optimizer.warmup_steps=0")

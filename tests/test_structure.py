@@ -20,14 +20,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {
     0: "errors config hardware page parallel.axes parallel.head_layout parallel.context_layout remat.activations "
     "pipeline.schedule model.attention.limits model.moe.limits model.layer_spec config.validate parity.shrink "
-    "checkpoint.hf.config_json "
-    "checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows",
+    "checkpoint.hf.config_json checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows "
+    "observe.loggers",
     1: "runtime parallel remat",
     2: "model",
     3: "pipeline data checkpoint",
     4: "train",
     5: "observe plan parity gpu_check",
-    6: "command_line api main supervise train.loop train.conversion convert evaluate generate lm_eval tokenize "
+    6: "command_line api main profile supervise doctor train.loop train.conversion convert evaluate generate lm_eval tokenize "
     "inspect_data report tune",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
@@ -46,11 +46,12 @@ MANY_PARAMETERS = {"jaxtrain.runtime.compat.cudnn_attention_backward", "jaxtrain
 # reading them part by part; measured rates; pairs of blocks of attention; estimates beside the heap, pinned memory, whole
 # entries of the compile cache; shapes of products, what updates touch, launches; steps that hang; where a run's time goes;
 # supervisors;
-# the report of runs;
+# the report of runs, loggers;
 # loss spikes, rollbacks, copies compared, slow steps.
-# kernels: grouped products, attention.
-# The check of GPUs is a program of its own beside training: what it measures, compares, and shows.
-BUDGETS = {"jaxtrain": 16_720, "jaxtrain.plan": 3_380, "jaxtrain.gpu_check": 1_390}
+# profiles, read and compared; compilations; activations that are not finite.
+# kernels: grouped products, attention; the doctor, topology at start.
+# The check of GPUs is a program of its own beside training: what it measures, compares, and shows; checks of hosts.
+BUDGETS = {"jaxtrain": 18_600, "jaxtrain.plan": 3_380, "jaxtrain.gpu_check": 1_535}
 OTHERS = (  # data, foreign weights, a foreign harness, the check of GPUs
     *("jaxtrain.data", "jaxtrain.checkpoint.hf", "jaxtrain.convert", "jaxtrain.tokenize"),
     *("jaxtrain.lm_eval", "jaxtrain.train.scoring", "jaxtrain.gpu_check"),
@@ -253,7 +254,7 @@ def _inside(name: str, room: str) -> bool:
     return name == room or name.startswith(f"{room}.")
 
 
-LIGHT = "config config.validate errors command_line api main supervise generate tune".split()
+LIGHT = "config config.validate errors command_line api main profile supervise doctor generate tune".split()
 LIGHT += "plan.__main__ parity.__main__ gpu_check.__main__".split()
 
 

@@ -33,6 +33,7 @@ class Setting:
     optional: type | None = None  # the type beside None, for settings whose default is None
     changes: str = ""  # what another value changes in a run that is continued; "": as `SECTION_CHANGES` says
     entries: dict[str, Setting] | None = None  # of a dict: of its entries
+    numbers: bool = False  # a tuple's elements are whole numbers from 0 on, written as text
     location: bool = False  # a path or an address of the machine the run is on; never taken from a stranger's config.json
 
     @property

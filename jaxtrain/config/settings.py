@@ -276,7 +276,38 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "observe": {
         "progress_bar": Setting(True, "Progress bar on process 0 when it writes to a terminal."),
         "tensorboard": Setting(True, "Write TensorBoard events into WORKDIR/tensorboard."),
+        "loggers": Setting(
+            (),
+            "Also send metrics to wandb or mlflow, which need the extra of that name. A logger that fails or hangs is dropped, "
+            "the run goes on; variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI) say where they go.",
+        ),
+        "group_norms": Setting(
+            False, "Metrics also have the norms of gradients and of weights by group: embedder, attention, mlp and so on."
+        ),
+        "compare_hosts_every_steps": Setting(
+            50,
+            "Of several processes: how often their own parts of steps are compared, and the slowest named; 0: not.",
+            low=0,
+        ),
         "verbose": Setting(False, "Also show what the libraries below print about themselves."),
+        "profile_steps": Setting(
+            (),
+            "First and last step to record with jax's profiler, as 10,13; python -m jaxtrain.profile WORKDIR reads it. Empty: "
+            "none, but SIGUSR2 to a process records its next three.",
+            numbers=True,
+        ),
+        "check_nans": Setting(
+            False,
+            "After a step whose gradient is not finite: run its forward once more, name the first layer and activation that is "
+            "not finite and such weights, and write the batch as text into WORKDIR/nonfinite. Other steps cost nothing.",
+        ),
+        "activation_stats_every_steps": Setting(
+            0,
+            "Each so many steps: rms, largest value and share of zeros of every named activation of every layer, into "
+            "WORKDIR/activations.jsonl; costs a forward pass of one microbatch. 0: never.",
+            low=0,
+        ),
+        "profile_processes": Setting(("0",), "Processes that record profile_steps, by number; empty: all.", numbers=True),
     },
     "runtime": {
         "platform": Setting("auto", "auto takes a GPU when there is one.", choices=("auto", "cpu", "gpu")),

@@ -15,11 +15,13 @@ import ml_collections
 
 from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
+from jaxtrain.config.observing import problems as observe_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
 from jaxtrain.model.attention.limits import blockwise_refusal, cudnn_refusal
 from jaxtrain.model.moe.limits import refusal as experts_refusal
+from jaxtrain.observe.loggers import unknown
 from jaxtrain.parallel import context_layout as context
 from jaxtrain.parallel.axes import AXES, mesh_sizes
 from jaxtrain.pipeline import schedule as pipeline_schedule
@@ -329,7 +331,7 @@ def _length_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
 
 
 def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
-    optimizer, steps, found = config.optimizer, config.train.num_steps, []
+    optimizer, steps, found = config.optimizer, config.train.num_steps, unknown(config.observe.loggers)
     decay = optimizer.decay_steps if optimizer.schedule == "wsd" else 0
     if optimizer.schedule == "wsd" and not decay:
         found.append("optimizer.decay_steps: schedule wsd needs a decay of at least 1 step, got 0")
@@ -342,6 +344,8 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
             f"optimizer.warmup_steps: {optimizer.warmup_steps}{also} exceed train.num_steps={steps}; for a trial of so few "
             f"steps set {short}"
         )
+    if config.observe.group_norms and "master" in config.memory.offload:
+        found.append("observe.group_norms: reads weights on devices, memory.offload=master keeps them on the host; drop one")
     for backend, refusal in (("cudnn", cudnn_refusal), ("flash", blockwise_refusal), ("blockwise", blockwise_refusal)):
         if config.runtime.attention == backend and (reason := refusal(config)):
             found.append(f"runtime.attention: {backend} cannot honour {reason}; use auto or reference")
@@ -360,10 +364,16 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
+    found += observe_problems(config)
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
     if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
         why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"
         found.append(f"train.on_spike: rollback needs checkpoints to go on from, not {why}; change that, or use skip")
+    if config.train.spike_patience_steps > 1 and config.train.on_spike in ("warn", "skip"):
+        patience, policy = config.train.spike_patience_steps, config.train.on_spike
+        found.append(f"train.spike_patience_steps: {patience} means nothing with train.on_spike={policy}; set 1")
+    if config.runtime.on_slow_step == "stop" and not config.runtime.slow_step_factor:
+        found.append("runtime.on_slow_step: no step is slow with runtime.slow_step_factor=0; set that, or dump")
     if config.checkpoint.copy_to and "://" not in config.checkpoint.copy_to:
         found.append(f"checkpoint.copy_to: {config.checkpoint.copy_to} is no URL; write s3://BUCKET/RUN or gs://BUCKET/RUN")
     for key in ("keep_every_steps", "keep_every_minutes", "keep_best", "weights_only", "copy_to"):

@@ -71,6 +71,8 @@ def converted(setting: Setting, value: Any) -> Any:
         return int(value)
     if setting.type is tuple and isinstance(value, list | tuple):
         parts = tuple(os.fspath(part) if isinstance(part, os.PathLike) else part for part in value)
+        if setting.numbers:
+            parts = tuple(str(part) if type(part) is int else part for part in parts)
         return value if parts == value else parts
     return os.fspath(value) if setting.type is str and isinstance(value, os.PathLike) else value
 
@@ -94,6 +96,8 @@ def problem(setting: Setting, value: Any) -> str | None:
             return f"contains a NUL character: {shown(value)}"
         if isinstance(value, tuple) and "" in parts:
             return f"an element is empty: {shown(value)}"
+        if setting.numbers and not all(part.isascii() and part.isdecimal() for part in parts):
+            return f"expected whole numbers from 0 on, got {shown(value)}"
     if setting.choices and value not in setting.choices:
         if setting.type is str:
             near = difflib.get_close_matches(value.lower()[:100], setting.choices, 1, 0.5)

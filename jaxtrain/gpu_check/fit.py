@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from jaxtrain.gpu_check import machine
 from jaxtrain.gpu_check.records import Row, Setup, skipped
 from jaxtrain.hardware import gpus
 from jaxtrain.hardware import rates as hardware
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.plan.predict.products import Product
 from jaxtrain.plan.predict.roofline import Links
+from jaxtrain.runtime import machine
 
 LINK_RATES = ("nvlink", "collective_s", "nvlink_step_s", "nvlink_half_bytes")  # fitted together, where there are several GPUs
 
@@ -50,6 +50,8 @@ def fitted(found: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
             rows, total, columns = map(int, name.rpartition(" ")[2].split("x"))
             whole = dataclasses.replace(hardware.RATES, product=1.0, product_ceiling=1.0)
             result["product_ceiling"] = min(1.0, Product(1, rows, columns, total, "bf16").seconds(gpu, whole) / took)
+    if both := speeds("attention", "^flash, forward and backward$"):
+        result["flash"] = min(1.0, both[0] * 9 / 7 / gpu.bf16_flops)  # it computes nine products where seven are mathematics
     attention = work.get("attention", {})
     if {"cudnn, forward", "cudnn, forward and backward"} <= attention.keys():
         (first, amount), (both, _) = attention["cudnn, forward"], attention["cudnn, forward and backward"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import glob
-import importlib.util
-import pathlib
 from collections.abc import Iterator
 
 from jaxtrain.gpu_check.records import MEASURED, OFF, OK, Row, Setup, skipped
@@ -57,21 +53,8 @@ def libraries(setup: Setup) -> Iterator[Row]:
         version = machine.installed(packages)
         yield Row(name, version) if version else skipped(name, f"not installed as a package ({', '.join(packages)})")
     if setup.on_gpu:
-        yield Row("cuDNN as loaded", _cudnn_loaded() or "none")
+        yield Row("cuDNN as loaded", machine.cudnn_loaded() or "none")
         yield Row("backend", setup.devices[0].client.platform_version)
-
-
-def kept_versions() -> dict[str, str]:
-    """The versions that measured rates are kept with: `hardware.rates.VERSIONS`."""
-    found = machine.versions()
-    driver = machine.driver_fields("driver_version")
-    cudnn = _cudnn_loaded() or machine.installed(machine.CUDNN)
-    return {
-        "jax": found["jax"],
-        "jaxlib": found["jaxlib"],
-        "cudnn": cudnn or "unknown",
-        "driver": driver[0] if driver else "none",
-    }
 
 
 def driver(setup: Setup) -> Iterator[Row]:
@@ -85,16 +68,3 @@ def driver(setup: Setup) -> Iterator[Row]:
             yield skipped(name, "nvidia-smi does not know it")
             continue
         yield Row(name, values[0] if len(set(values)) == 1 else ", ".join(values))
-
-
-def _cudnn_loaded() -> str:
-    """The version that cuDNN itself gives, "9.10.2", of the packaged library; "" where there is none or it does not load."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        for path in sorted(glob.glob(str(pathlib.Path(folder) / "cudnn" / "lib" / "libcudnn.so*"))):
-            try:
-                number = ctypes.CDLL(path).cudnnGetVersion()
-            except (OSError, AttributeError):
-                continue
-            return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
-    return ""

@@ -138,7 +138,9 @@ def attention(setup: Setup) -> Iterator[Program]:
         def both(q, k, v, segments, g, forward=forward):
             return jax.vjp(lambda *arrays: forward(*arrays, segments), q, k, v)[1](g)
 
-        first, second = (_peak(setup, share) if name == "cudnn" else None for share in (RATES.attention, _both_shares()))
+        # Of nine products that flash computes, seven are mathematics.
+        known = {"cudnn": (RATES.attention, _both_shares()), "flash": (RATES.flash, RATES.flash * 7 / 9)}
+        first, second = (_peak(setup, share) for share in known[name]) if name in known else (None, None)
         yield Program(f"{name}, forward", forward, (q, kv, kv, ids), flops, "TFLOP/s", first)
         yield Program(f"{name}, forward and backward", both, (q, kv, kv, ids, q), 3.5 * flops, "TFLOP/s", second)
 

@@ -76,7 +76,7 @@ class Measured:
       date: of the measurement, YYYY-MM-DD.
       rates: fields of `Rates` -> value; only those that were measured.
       error_band: share of a predicted step time, either way: the largest error of steps that were predicted with these rates.
-      evidence: what the rates were fitted to, plain data; nobody reads it but people.
+      evidence: what the rates were fitted to, plain data; "source", if it has one, is told with them.
     """
 
     gpu: str
@@ -102,7 +102,8 @@ class Basis:
         versions = ", ".join(f"{name} {m.versions[name]}" for name in VERSIONS)
         planned = [name for name in NAMES if name not in m.rates]
         rest = f"; planned: {', '.join(planned)}" if planned else ""
-        return f"measured on {m.gpu} with {versions}, {m.date}: {', '.join(m.rates) or 'none'}{rest}"
+        source = f" on {m.evidence['source']}" if "source" in m.evidence else ""
+        return f"measured on {m.gpu} with {versions}, {m.date}{source}: {', '.join(m.rates) or 'none'}{rest}"
 
 
 PLANNED = Basis()

@@ -115,3 +115,13 @@ def peak_memory_bytes() -> tuple[int, str]:
 def scalars(metrics: dict[str, Any]) -> dict[str, Any]:
     """Metrics as they came from the devices; those of one element as numbers."""
     return {name: value if np.ndim(value) else float(value) for name, value in metrics.items()}
+
+
+def of_experts(config: ml_collections.ConfigDict, inventory: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+    """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
+    if not config.model.num_experts:
+        return {}
+    found = {"active_parameters": inventory.active_count}
+    if "expert_load" in metrics:
+        found["expert_load"] = np.round(metrics["expert_load"].astype(float), 3).tolist()
+    return found

@@ -18,34 +18,44 @@ import pathlib
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.observe.loggers import Background
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Appends rows to metrics.jsonl and, on request, scalars to WORKDIR/tensorboard; each row is on disk when `write` returns.
 
     Rows of steps after `resume_step` (0: all), from before an interruption, are dropped first: the run computes them again.
-    TensorBoard hides its own by the same rule.
+    TensorBoard hides its own by the same rule. `loggers` (`observe.loggers`) get each row, too, and end with this.
 
     Raises:
       UserError: the folder cannot be written to, with the path. Where it no longer can later, as when the disk is full, that is
         told, and what could not be written is written with a later row.
     """
 
-    def __init__(self, workdir: str | pathlib.Path, tensorboard: bool = True, resume_step: int = 0, *, enabled: bool = True):
+    def __init__(
+        self,
+        workdir: str | pathlib.Path,
+        tensorboard: bool = True,
+        resume_step: int = 0,
+        *,
+        enabled: bool = True,
+        loggers: Sequence[Background] = (),
+    ):
         self._file = self._events = None
+        self._loggers = loggers
         self._kept: dict[str, Any] = {}  # the last row with "tokens" from before an interruption
         self._path, self._tensorboard, self._enabled = pathlib.Path(workdir) / "metrics.jsonl", tensorboard, enabled
         self.rewind(resume_step)
 
     def rewind(self, resume_step: int) -> None:
         """Begins anew after a step that is gone back to: rows of later ones are dropped."""
-        self.close()
+        self._close_files()
         if not self._enabled:
             return
         with _user_errors(self._path):
@@ -71,8 +81,15 @@ class MetricsWriter:
         self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
         if self._events:
             self._events.write(row["step"], values)
+        for logger in self._loggers:
+            logger.write(row["step"], row)
 
     def close(self) -> None:
+        self._close_files()
+        for logger in self._loggers:
+            logger.close()
+
+    def _close_files(self) -> None:
         for resource in (self._file, self._events):
             if resource is not None:
                 resource.close()
@@ -133,19 +150,17 @@ class _Appended:
         except OSError as error:
             if not self._failing:
                 reason = error.strerror or str(error)
-                logger.error(
-                    "cannot write %s: %s. Training goes on, what is left is written when it can be", self._path, reason
-                )
+                _log.error("cannot write %s: %s. Training goes on, what is left is written when it can be", self._path, reason)
             self._failing = True
             return
         if self._failing:
-            logger.warning("%s can be written again, nothing is lost", self._path)
+            _log.warning("%s can be written again, nothing is lost", self._path)
         self._failing = False
 
     def close(self) -> None:
         self.write(b"")
         if self._left:
-            logger.error("%s: its last %d bytes could not be written", self._path, len(self._left))
+            _log.error("%s: its last %d bytes could not be written", self._path, len(self._left))
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -191,7 +206,7 @@ def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [(_parse(line), line) for line in lines if line.strip()]
     if broken := sum(row is None for row, _ in rows):
-        logger.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
+        _log.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
     kept = [line for row, line in rows if row is not None and row["step"] <= resume_step and resume_step]
     if len(kept) != len(lines) or broken:
         _replace(path, "".join(line + "\n" for line in kept))

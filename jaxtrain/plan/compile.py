@@ -82,9 +82,7 @@ class Compiled:
 
         Pipeline stages have such loops for each kind of work, experts for rows that overflow: none, since balance is assumed.
         """
-        schedule = pipeline_schedule.of(self.program.config, self.program.layout.size("pipeline"))
-        own, busy = schedule.shares() if schedule else ({}, {})
-        return own | {OVERFLOW: 0.0}, busy | {OVERFLOW: 0.0}
+        return loop_shares(self.program.config, self.program.layout.size("pipeline"))
 
     @functools.cached_property
     def assignment(self) -> buffers.Assignment:
@@ -103,6 +101,13 @@ class Compiled:
     def collectives(self) -> list[collectives.Collective]:
         """Every collective of the step."""
         return collectives.collectives(self.module, self.mesh_shape)
+
+
+def loop_shares(config: Any, stages: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The `Compiled.shares` of a config with so many pipeline stages."""
+    schedule = pipeline_schedule.of(config, stages)
+    own, busy = schedule.shares() if schedule else ({}, {})
+    return own | {OVERFLOW: 0.0}, busy | {OVERFLOW: 0.0}
 
 
 def parse_topology(text: str, rates: str | os.PathLike = "") -> Topology:

@@ -17,6 +17,7 @@ import jax
 import ml_collections
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.remat import probe
 from jaxtrain.remat.activations import ACTIVATIONS, kept_activations
 
 
@@ -24,7 +25,7 @@ def name(x: Any, name: str) -> Any:
     """Marks an activation (or a tree of them) for the policies. Raises ValueError for a name that is not in ACTIVATIONS."""
     if name not in ACTIVATIONS:
         raise ValueError(f"unknown activation name {name!r}; known: {', '.join(ACTIVATIONS)}")
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), probe.see(x, name))
 
 
 def named(name_: str, function: Callable, *args: Any) -> Any:

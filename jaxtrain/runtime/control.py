@@ -91,6 +91,22 @@ def agree(facts: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
+def note(kind: str, value: Any) -> None:
+    """Leaves a JSON value for process 0, in place of this process's last one of the kind; waits for nobody."""
+    if current:
+        current.note(kind, value)
+
+
+def notes(kind: str) -> dict[int, Any]:
+    """The notes that have arrived, by process; {} elsewhere than on process 0."""
+    return dict(current.notes_of(kind)) if current else {}
+
+
+def count() -> int:
+    """How many processes there are."""
+    return current.processes.count if current else 1
+
+
 def compiled_together(function: Any) -> Callable[..., Any]:
     """A jitted function that is compiled at its first call, on all processes, before any of them runs it: collectives wait less
     long for each other than compilations may differ."""
@@ -133,6 +149,8 @@ def within(seconds: float, what: str) -> Iterator[None]:
     """Ends all processes of a run, with a reason, when what it surrounds takes longer than runtime.collective_timeout_s: nobody
     else sees a collective that hangs inside a GPU. `what`: for the message."""
     done, text = threading.Event(), f"{what} has not ended after {seconds} s (runtime.collective_timeout_s)"
+    if current:
+        text += "; see the logs of all processes, NCCL's with NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME, NCCL_IB_HCA, firewalls"
 
     def watch() -> None:
         for _ in range(PARTS):  # while this process is suspended, no more than one passes
@@ -199,6 +217,14 @@ class Channel:
         self._round += 1
         return self._run(self._exchange(kind, self._round, value))
 
+    def note(self, kind: str, value: Any) -> None:
+        """See the function of this name."""
+        self._loop.call_soon_threadsafe(lambda: hub.send(self._writer, note=kind, value=value))
+
+    def notes_of(self, kind: str) -> dict[int, Any]:
+        """See `notes`."""
+        return self._hub.notes.get(kind, {}) if self.processes.index == 0 else {}
+
     def ask_to_stop(self, signal_name: str) -> None:
         """Asks all processes to stop at the same step; the answer comes through `freeze` and `decide`."""
         if self._writer:
@@ -253,7 +279,7 @@ class Channel:
             if index:
                 raise UserError(f"{late}process 0 does not answer; see its log") from None
             absent = f"of the other processes these did not come: {self._hub.missing()}; see their logs, and whether they "
-            absent += "can reach this address (names, interfaces, firewalls)"
+            absent += "can reach this address (names, interfaces, firewalls; python -m jaxtrain.doctor tells)"
             self._hub.tell_all(late=absent)
             raise UserError(late + absent) from None
         except hub.Closed:

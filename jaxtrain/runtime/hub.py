@@ -103,6 +103,7 @@ class Hub:
         self.heard: set[Any] = set()  # who has come so far, whether it takes part or not
         self.ending: dict[str, Any] = {}  # what is said to those who come when the run has ended already
         self.rounds: dict[int, dict[int, Any]] = collections.defaultdict(dict)
+        self.notes: dict[str, dict[int, Any]] = collections.defaultdict(dict)  # by kind, the newest of each process
         self.fences: dict[int, int | None] = {}
         self.reason = ""  # of the stop that somebody asked for
         self.over = False  # the run has ended, or is about to: a closed connection is no news
@@ -172,6 +173,8 @@ class Hub:
                 last = message["kind"] == "end" or (message["kind"] == "agree" and bool(result))
                 self.over = self.over or last
                 self.tell_all(round=message["round"], value=result, last=last)
+        elif "note" in message:
+            self.notes[message["note"]][index] = message["value"]
         elif "failed" in message:
             await self.finish(f"{self.members[index].name} failed: {message['failed']}", index, own_error=True)
         elif "stop" in message and not self.reason:

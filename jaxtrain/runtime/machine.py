@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -40,14 +42,18 @@ def gpu_ids() -> list[str]:
 @functools.cache
 def driver_fields(field: str) -> list[str]:
     """A field of `nvidia-smi --query-gpu`, of each GPU; [] without a driver, or where it does not know the field."""
+    return nvidia_smi(f"--query-gpu={field}", "--format=csv,noheader").split("\n")[:-1]
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """What the command prints; "" without a driver, or where it fails."""
     if not (command := shutil.which("nvidia-smi")):
-        return []
+        return ""
     try:
-        query = [command, f"--query-gpu={field}", "--format=csv,noheader"]
-        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        result = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return result.stdout.split("\n")[:-1] if result.returncode == 0 else []
+        return ""
+    return result.stdout if result.returncode == 0 else ""
 
 
 def versions() -> dict[str, str]:
@@ -68,6 +74,32 @@ def kernels_version() -> str:
 def installed(packages: Iterable[str]) -> str:
     """The version of the first of the packages that is installed; "" where none is."""
     return next(filter(None, map(_version, packages)), "")
+
+
+def kept_versions() -> dict[str, str]:
+    """The versions that measured rates are kept with: `hardware.rates.VERSIONS`."""
+    found = versions()
+    driver = driver_fields("driver_version")
+    cudnn = cudnn_loaded() or installed(CUDNN)
+    return {
+        "jax": found["jax"],
+        "jaxlib": found["jaxlib"],
+        "cudnn": cudnn or "unknown",
+        "driver": driver[0] if driver else "none",
+    }
+
+
+def cudnn_loaded() -> str:
+    """The version that cuDNN itself gives, "9.10.2", of the packaged library; "" where there is none or it does not load."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        for path in sorted(glob.glob(str(pathlib.Path(folder) / "cudnn" / "lib" / "libcudnn.so*"))):
+            try:
+                number = ctypes.CDLL(path).cudnnGetVersion()
+            except (OSError, AttributeError):
+                continue
+            return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+    return ""
 
 
 def devices_summary() -> str:

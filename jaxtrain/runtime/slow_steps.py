@@ -31,6 +31,7 @@ DATA, LAUNCH, DEVICES = (
     "the launch of the step on its devices",
     "its devices, and through them others",
 )
+OTHER, PAUSED = "something else on its host", ""
 
 
 class SlowSteps:
@@ -38,12 +39,17 @@ class SlowSteps:
 
     Args:
       settings: section runtime; folder: where files go, STEP-process-N.txt; index, count: this process, of how many.
+
+    Attributes:
+      seconds: that this process has spent in all its steps with DATA, LAUNCH, DEVICES, OTHER; pauses are left out.
     """
 
     def __init__(self, settings: ml_collections.ConfigDict, folder: pathlib.Path, index: int, count: int):
         self._settings, self._folder, self._index, self._count = settings, folder, index, count
         self._durations: collections.deque[float] = collections.deque(maxlen=HISTORY)
         self._step, self._waits_for, self._begun = 0, "", 0.0  # begun: 0 while paused
+        self.seconds = dict.fromkeys((DATA, LAUNCH, DEVICES, OTHER), 0.0)
+        self._does, self._since = PAUSED, 0.0  # one of these, and since when
         self._ticks, self._limit_s, self._told = 0, 0.0, False
         self._finished, self._closed = 0, threading.Event()
         self._tick_s = min(1.0, settings.slow_step_min_s / 4)
@@ -53,12 +59,14 @@ class SlowSteps:
     def waits_for(self, step: int, what: str) -> None:
         """The main thread begins to wait for `what`, for step `step`."""
         self._step, self._waits_for = step, what
+        self._count_until_now(what)
         if not self._begun:
             self._begin()
 
     def finished(self, step: int) -> None:
         """The results of a step have arrived; the next one's time begins."""
         took = time.monotonic() - self._begun
+        self._count_until_now(OTHER)
         self._finished += 1
         if self._told:
             log.warning("Step %d ended after %.1f s", step, took)
@@ -69,10 +77,17 @@ class SlowSteps:
     def pause(self) -> None:
         """Until the next `waits_for` the run does something else: it compiles, evaluates, saves."""
         self._begun = 0.0
+        self._count_until_now(PAUSED)
 
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
+
+    def _count_until_now(self, what: str) -> None:
+        now = time.monotonic()
+        if self._does:
+            self.seconds[self._does] += now - self._since
+        self._does, self._since = what, now
 
     def _begin(self) -> None:
         self._ticks, self._begun, self._told = 0, time.monotonic(), False

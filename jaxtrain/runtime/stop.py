@@ -5,6 +5,8 @@ signals from a pipe that the C-level handler writes to. Before the first step th
 once. Later, each process freezes its count of launches (`proceed`), the largest count of all is the one where all stop, and a
 process that is behind goes on until there: whoever has launched a collective finds the others in it.
 
+SIGUSR2 asks this process to record a profile (`profile_asked`).
+
 Signals are taken only after `install`, which `python -m jaxtrain.main` calls; elsewhere they do what they always do.
 """
 
@@ -21,6 +23,7 @@ from jaxtrain.errors import Stopped
 from jaxtrain.runtime import control
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PROFILE = signal.SIGUSR2
 TWICE_S = 0.3  # a terminal and a launcher may both pass on one Ctrl-C: that is not a second one
 
 
@@ -38,13 +41,14 @@ class _State:
 
 
 _state = _State()
+_profile = threading.Event()
 
 
 def install() -> None:
     """Takes over the signals. Only the main thread may call it; again is harmless."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    for number in SIGNALS:
+    for number in (*SIGNALS, PROFILE):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
@@ -85,6 +89,13 @@ def stopped() -> bool:
     return _state.stopped
 
 
+def profile_asked() -> bool:
+    """Whether a profile has been asked for since this was last called."""
+    asked = _profile.is_set()
+    _profile.clear()
+    return asked
+
+
 def error(done: str, saved: int | None) -> Stopped:
     """What to raise when the run has stopped. `done`: what it did last; `saved`: step of the newest checkpoint."""
     if not _state.reason:
@@ -97,7 +108,7 @@ def error(done: str, saved: int | None) -> Stopped:
 def follow_parent() -> None:
     """In a child process that helps this one: signals to all processes of a job leave it alone, and it ends with its parent."""
     parent, numbers = os.getppid(), (*SIGNALS, signal.SIGHUP)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGUSR1, PROFILE, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # threads that libraries have started already are not reached by the mask
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -115,6 +126,8 @@ def _watch(pipe: int) -> None:
     while data := os.read(pipe, 1):
         if (number := data[0]) in SIGNALS:
             _asked(signal.Signals(number))
+        elif number == PROFILE:
+            _profile.set()
 
 
 def _asked(number: signal.Signals) -> None:

@@ -24,12 +24,14 @@ from jaxtrain.model.moe import balance
 from jaxtrain.model.moe.router import RouterSums
 from jaxtrain.model.moe.router import zero_sums as zero_router_sums
 from jaxtrain.model.vocabulary import padded_size
+from jaxtrain.parallel.axes import AXES
 from jaxtrain.parallel.collectives import psum, shard_index
 from jaxtrain.parallel.parameters import DeferredGradient, sharded_parameters, subset
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device
 from jaxtrain.pipeline import executor
 from jaxtrain.pipeline import schedule as schedules
+from jaxtrain.remat import probe
 from jaxtrain.train.step import make_gradients
 
 MICROBATCHES = ("activation", ("microbatch", "batch", "length"))
@@ -52,11 +54,13 @@ class DeviceFunctions(NamedTuple):
         the trainable parameters, their global norm).
       evaluation: (parameters, batch [b, T]) -> (LossSums,) without z-loss and label smoothing.
       logits: (parameters, batch [b, T]) -> ([b, T, V] float32,), V with its padding.
+      activations: (parameters, batch [b, T]) -> ({(layer, place, name): [6]},): `remat.probe.FIGURES` over all devices.
     """
 
     gradients: Callable
     evaluation: Callable
     logits: Callable
+    activations: Callable
 
 
 class DeviceProgram:
@@ -108,6 +112,7 @@ class DeviceProgram:
             per_device(layout, gradients, [stored, MICROBATCHES, None], [None, trained, None]),
             per_device(layout, self.evaluation, [stored, ROWS], [None]),
             per_device(layout, self.logits, [stored, ROWS], [LOGITS]),
+            per_device(layout, self.activations, [stored, ROWS], [None]),
         )
 
     def gradients(
@@ -156,6 +161,26 @@ class DeviceProgram:
 
         shape = (*batch.tokens.shape, padded_size(self.config.model) // self.layout.size(*VOCAB_AXES))
         return (executor.forward(self.layout, self, put, parameters, batch, jnp.zeros(shape, jnp.float32)),)
+
+    def activations(self, parameters: Any, rows: Batch) -> tuple[dict[tuple[str, int, str], jax.Array]]:
+        """Figures of every named activation of a forward pass, whose layers are traced one by one; without dropout."""
+        decoder = self.decoder(sharded_parameters(parameters))
+        with probe.watching() as found:
+            x, _ = decoder.embed(rows.tokens, rows.positions)
+            probe.see(x[0], "embedding")
+            shared = decoder.shared(rows.segment_ids, rows.positions)
+            for name in decoder.stacks:
+                stack, weights, layers = decoder.layers(name)
+                first = 0 if name == decoder.stacks[0] else self.config.model.dense_first_layers
+                for index in range(stack.count):
+                    found.layer = str(first + index)
+                    x, _ = stack.block(x, stack.all_gather(weights, index), stack.slices(layers, index), shared)
+                    probe.see(x[0], "block_out")
+            found.layer = ""
+            probe.see(decoder.end(x)[0], "final_norm")
+        sums, largest = psum(self.layout, {k: v[:-1] for k, v in found.found.items()}, *AXES), found.found
+        largest = {key: jax.lax.pmax(figures[-1:], tuple(AXES)) for key, figures in largest.items()}
+        return ({key: jnp.concatenate([sums[key], largest[key]]) for key in sums},)
 
     @jax.named_scope(WEIGHTS)
     def gradient_buffers(self, is_last_microbatch: bool) -> Any:

@@ -53,9 +53,10 @@ class Functions:
         if "master" in config.memory.offload:
             matrices = optimizers.is_matrix(self._dims)
             functions = [with_working_copy(function, matrices, execution.dtype) for function in functions]
-        self._gradients, self._evaluation, self._logits = functions
+        self._gradients, self._evaluation, self._logits, self._activations = functions
         routed = self._routed if self.model.num_experts else None
-        self.train_step = make_train_step(self._gradients, self._update, config.optimizer.clip_norm, routed)
+        clip_norm, by_group = config.optimizer.clip_norm, config.observe.group_norms
+        self.train_step = make_train_step(self._gradients, self._update, clip_norm, routed, by_group)
 
     def _make(self, key):
         return Decoder(nnx.Rngs(params=key), self.model, self.execution)
@@ -116,6 +117,10 @@ class Functions:
         context, length = self.layout.context, self.config.data.seq_len_tokens
         natural = np.argsort(context.order(length)) if context.zigzag else slice(None)  # where each position of a row is
         return self._logits(params, batch)[0][:, natural, : self.model.vocab_size]
+
+    def activations(self, params: Any, batch: Batch) -> dict[tuple[str, int, str], jax.Array]:
+        """Figures of every named activation of rows [b, T]: `remat.probe.FIGURES` by layer, place and name."""
+        return self._activations(params, batch)[0]
 
     def _routed(self, params, sums, finite):
         """Weights with the routers' biases moved, unless these are frozen or there are none; figures of the routers."""

@@ -20,28 +20,33 @@ import ml_collections
 import numpy as np
 
 from jaxtrain.checkpoint.lock import WorkdirLock
+from jaxtrain.config import ConfigError
 from jaxtrain.config.validate import require_valid
 from jaxtrain.data.corpus import Corpus, load_corpus
 from jaxtrain.data.loader import eval_batches, eval_bytes, train_batches
 from jaxtrain.data.metrics import DataMetrics
 from jaxtrain.errors import Stopped
 from jaxtrain.observe import clock as clocks
+from jaxtrain.observe import compiles, loggers
 from jaxtrain.observe.clock import Clock
-from jaxtrain.observe.figures import Figures, scalars
+from jaxtrain.observe.figures import Figures, of_experts, scalars
 from jaxtrain.observe.goodput import goodput, read_tries
+from jaxtrain.observe.hosts import Hosts
 from jaxtrain.observe.metrics import MetricsWriter, write_summary
+from jaxtrain.observe.profile.record import Recorder
 from jaxtrain.observe.progress import Progress, setup_logging
-from jaxtrain.parallel import mesh
+from jaxtrain.parallel import mesh, topology
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
 from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
+from jaxtrain.train.diagnosis import Diagnosis
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import Program, build_program, with_sources
 from jaxtrain.train.replicas import Damaged, Replicas
 from jaxtrain.train.rollback import Recovery
 from jaxtrain.train.saving import Keeper, open_checkpointer, require_metric, sound
-from jaxtrain.train.start import Start
+from jaxtrain.train.start import Start, resolved
 from jaxtrain.train.state import TrainState, with_ema
 
 log = logging.getLogger(__name__)
@@ -54,9 +59,13 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
     Stopped after a signal that `stop.install` has taken over.
     """
     workdir = pathlib.Path(workdir)
+    clock = Clock(workdir)
     setup_logging()
     require_valid(config)
-    with WorkdirLock(workdir, joining.join(config).index == 0) as lock:  # before devices start; the others hear of a refusal
+    first_process = joining.join(config).index == 0
+    if first_process and (absent := loggers.absent(config.observe.loggers)):
+        raise ConfigError(absent)
+    with WorkdirLock(workdir, first_process) as lock:  # before devices start; the others hear of a refusal
         control.at_end.append(lock.release)
         control.agree({"--workdir": str(workdir.resolve())})
         if config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes:
@@ -64,19 +73,19 @@ def run(config: ml_collections.ConfigDict, workdir: str | os.PathLike) -> dict[s
         startup.initialize(config, workdir, preflight.pinned_bytes)
         setup_logging(jax.process_index())
         require_valid(config, jax.device_count())
-        with Clock(workdir) as clock:
+        with clock, compiles.CompileLog(workdir if first_process else None).listening() as compiled:
             control.at_end.append(lambda: clock.close("ended at once"))
-            return _train(config, workdir, lock, clock)
+            return _train(config, workdir, lock, clock, compiled)
 
 
-def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock) -> dict[str, Any]:
+def _train(config, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock, compiled: compiles.CompileLog) -> dict[str, Any]:
     """The part of `run` that has devices, in a workdir that is locked for this run."""
     corpus = load_corpus(config, workdir if jax.process_index() == 0 else None)
     prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
     control.agree(prints)
     program = build_program(config, mesh.build(config))
     _announce(config, program, corpus)
-    start = Start(_resolved(config, program), program, corpus.fingerprints, workdir)
+    start = Start(resolved(config, program), program, corpus.fingerprints, workdir)
     require_metric(config, list(corpus.eval))
     first_process = jax.process_index() == 0
     with open_checkpointer(config, workdir) as checkpointer:
@@ -87,17 +96,21 @@ def _train(config: ml_collections.ConfigDict, workdir: pathlib.Path, lock: Workd
         control.agree({"the step to continue from": steps_done})  # and all have compiled
         text, needed, _ = preflight.compiled(step_compiled, jax.local_devices()[0])
         log.info("Step compiled in %.1f s: %s", compile_s, text)
+        log.info("Compiled: %s", compiled.summary())
         finished = steps_done >= config.train.num_steps
         if first_process and not (finished and (workdir / "config.json").exists()):
             start.record(steps_done)
         if first_process:
             clock.record(memory_bytes={"by formula": preflight.formula_bytes(config, jax.device_count()), "compiled": needed})
-        with MetricsWriter(workdir, config.observe.tensorboard, steps_done, enabled=first_process) as writer:
+        others = loggers.start(config.observe.loggers, workdir, config.to_dict()) if first_process and not finished else []
+        board = config.observe.tensorboard
+        with MetricsWriter(workdir, board, steps_done, enabled=first_process, loggers=others) as writer:
             recovery = Recovery(config, workdir, start, steps_done)
             keeper = Keeper(checkpointer, lock, start.facts, recovery.facts)
             figures = Figures(config, program.inventory, clock, writer)
             session = _Session(config, program, corpus, keeper, figures, step_compiled, recovery)
             state = session.train(state)
+            clock.enter("other")
             summary = session.summary(state) | {
                 "compile_s": round(compile_s, 3),
                 "wall_s": round(sum(clock.seconds().values()), 3),
@@ -111,7 +124,6 @@ def _conclude(workdir: pathlib.Path, summary: dict[str, Any], clock: Clock, fini
     """Plots, the end of the clock, and the summary with where all the time went. finished: the run had no steps to do."""
     from jaxtrain.observe.plot import experts_plot, loss_plot
 
-    clock.enter("other")
     path = workdir / "summary.json"
     plots = [plot for plot in (loss_plot(workdir), experts_plot(workdir, summary.get("expert_load"))) if plot]
     clock.close(clocks.NOTHING_TO_DO if finished else clocks.FINISHED)
@@ -126,12 +138,15 @@ class _Session:
 
     def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, figures: Figures, step_compiled, recovery):
         self.config, self.program, self.corpus = config, program, corpus
-        self.keeper, self.figures, self.step_compiled = keeper, figures, step_compiled
+        self.keeper, self.figures = keeper, figures
+        self.step_compiled = compiles.Once("The train step", program.train_step, step_compiled)
+        self.recorder = Recorder(resolved(config, program), recovery.workdir, step_compiled, recovery.steps_done)
+        self.diagnosis = Diagnosis(program, corpus.tokenizer, recovery.workdir)
         self.recovery, self.start = recovery, recovery.steps_done
         self.clock, self.writer = figures.clock, figures.writer
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
-        self.eval_step = control.compiled_together(program.eval_step)
+        self.eval_step = compiles.together("The evaluation", program.eval_step, control.meet)
         self.replicas = Replicas(config.runtime.check_replicas_every_steps, program.abstract_state, program.layout.mesh)
 
     @functools.cached_property
@@ -151,7 +166,7 @@ class _Session:
             self._evaluate(state, 0)
         folder = self.recovery.workdir / "slow_steps"
         self.slow_steps = slow_steps.SlowSteps(config.runtime, folder, jax.process_index(), jax.process_count())
-        self.devices = clocks.Devices()
+        self.devices, self.hosts = clocks.Devices(), Hosts(config.observe.compare_hosts_every_steps, self.writer)
         self._read_from(self.start)
         step, pending = self.start, None  # pending: the step launched last, whose metrics are still on the devices
         try:
@@ -189,6 +204,7 @@ class _Session:
             self.keeper.save_after_error(state, pending, self.start, self.replicas.agree)
             raise
         finally:
+            self.recorder.close()
             self.batches.close()
             self.devices.close()
             self.slow_steps.close()
@@ -197,14 +213,20 @@ class _Session:
         return state
 
     def _launch(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Starts a step on the devices, with the next batch."""
+        """Starts a step on the devices, with the next batch. Where it is recorded, it waits for it."""
+        if self.recorder.begin(step, state):
+            self._pause()
         self.slow_steps.waits_for(step, slow_steps.DATA)
-        batch = self.clock.wait_for(lambda: next(self.batches), self.devices.idle_since)
+        rows = self.clock.wait_for(lambda: next(self.batches), self.devices.idle_since)
         self.slow_steps.waits_for(step, slow_steps.LAUNCH)
-        batch = self.program.put_batch(with_sources(batch) if len(self.corpus.train) > 1 else batch)
+        batch = self.program.put_batch(with_sources(rows) if len(self.corpus.train) > 1 else rows)
         rate = np.float32(learning_rate(self.config, steps_done=step - 1))
-        state, metrics = self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
+        with self.recorder.step(step):
+            state, metrics = self.step_compiled(state, batch, rate, *self.recovery.spikes.arguments(step))
         self.devices.launched(metrics)
+        self.diagnosis.launched(step, rows, batch, state.params)
+        if self.recorder.end(step, metrics):
+            self._pause()
         return state, metrics
 
     def _read_from(self, step: int) -> None:
@@ -220,6 +242,7 @@ class _Session:
         self.clock.enter("restore")
         self.batches.close()
         self._pause()
+        self.diagnosis.forget()
         state, good = self.recovery.back(state, step, self.keeper)
         self.writer.rewind(good)
         figures = {"event": "rollback", "from_step": step, "skipped_batches": self.recovery.skipped_batches}
@@ -272,8 +295,10 @@ class _Session:
         with control.within(self.config.runtime.collective_timeout_s, f"step {step}"):
             metrics = jax.device_get(metrics)
         self.slow_steps.finished(step)
+        self.hosts.finished(step, self.slow_steps.seconds)
         self.replicas.require_equal(step, metrics, self.keeper.saved)
         metrics = self.last_metrics = scalars(metrics)
+        self.diagnosis.finished(step, metrics["grad_norm"])
         self.figures.throughput.finished()
         self.clock.finished(step)
         if metrics["targets"] == 0:
@@ -324,26 +349,18 @@ class _Session:
             "skipped_steps": int(state.skipped),
             "rollbacks": self.recovery.count,
             "parameters": self.program.inventory.count,
-            **self._of_experts(),
+            **of_experts(self.config, self.program.inventory, self.last_metrics),
             "mesh": {axis: self.program.layout.size(axis) for axis in AXES},
             "devices": machine.devices_summary(),
             "versions": machine.versions(),
         }
-
-    def _of_experts(self) -> dict[str, Any]:
-        """What a mixture of experts adds to the summary; `expert_load` [L][E] is of the last step, 1 an even share."""
-        if not self.config.model.num_experts:
-            return {}
-        found = {"active_parameters": self.program.inventory.active_count}
-        if "expert_load" in self.last_metrics:
-            found["expert_load"] = np.round(self.last_metrics["expert_load"].astype(float), 3).tolist()
-        return found
 
 
 def _announce(config, program: Program, corpus: Corpus) -> None:
     sizes = {axis: program.layout.size(axis) for axis in AXES}
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     log.info("Machine: %s", machine.devices_summary())
+    topology.show(program.layout.mesh)
     count = f"{program.inventory.count:,}"
     active = f" ({program.inventory.active_count:,} active)" if config.model.num_experts else ""
     log.info("Model: %s parameters%s, mesh %s, ZeRO stage %d", count, active, shown, config.sharding.zero_stage)
@@ -379,11 +396,3 @@ def _compile_step(program: Program) -> tuple[Any, float]:
     start = time.monotonic()
     compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
     return compiled, time.monotonic() - start
-
-
-def _resolved(config: ml_collections.ConfigDict, program: Program) -> ml_collections.ConfigDict:
-    """The config with the mesh axis of -1 filled in."""
-    resolved = ml_collections.ConfigDict(config.to_dict())
-    for axis in AXES:
-        resolved.mesh[axis] = program.layout.size(axis)
-    return resolved.lock()

@@ -50,6 +50,7 @@ class Program:
     eval_step: Callable[[Any, Batch], LossSums]  # (params, batch [b, T]) -> sums
     loss_and_grads: Callable  # (params, batch, step) -> (metrics, mean gradients): the step without its update
     logits: Callable[[Any, Batch], jax.Array]  # (params, batch [b, T]) -> [b, T, vocab_size] float32
+    activations: Callable[[Any, Batch], dict]  # (params, batch [b, T]) -> {(layer, place, name): `remat.probe.FIGURES` [6]}
     merge: Callable[[Any], Decoder]  # weights -> the model, for drivers that run it their own way (sampling)
 
     def put_batch(self, batch: dict[str, np.ndarray], sharding: NamedSharding | None = None) -> Batch:
@@ -177,5 +178,6 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         eval_step=jit(f.evaluation, out_shardings=f.whole),
         loss_and_grads=jit(f.loss_and_grads, out_shardings=(f.whole, f.gradients)),
         logits=jit(f.logits, out_shardings=f.whole),
+        activations=jit(f.activations, out_shardings=f.whole),
         merge=f.merge,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -63,11 +64,11 @@ class Spikes:
         rows = [row[1:] for row in self._history if row[0] <= step - 2][-c.spike_window_steps :]
         if 2 * len(rows) < c.spike_window_steps:
             return np.full(2, np.inf, np.float32)
-        losses, norms = np.asarray(rows).T
-        middle = np.median(losses)
-        deviation = max(DEVIATION * np.median(np.abs(losses - middle)), LEAST_SHARE * abs(middle))
+        losses, norms = zip(*rows, strict=True)
+        middle = statistics.median(losses)  # of lists this short, several times as fast as numpy's
+        deviation = max(DEVIATION * statistics.median([abs(loss - middle) for loss in losses]), LEAST_SHARE * abs(middle))
         loss = middle + c.spike_loss_deviations * deviation if c.spike_loss_deviations else math.inf
-        norm = c.spike_norm_factor * np.median(norms) if c.spike_norm_factor else math.inf
+        norm = c.spike_norm_factor * statistics.median(norms) if c.spike_norm_factor else math.inf
         return np.asarray([loss, norm or math.inf], np.float32)
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> Bad | None:

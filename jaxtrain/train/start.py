@@ -28,6 +28,7 @@ from jaxtrain.checkpoint.remote import FOLDER
 from jaxtrain.config import setting
 from jaxtrain.config.changes import Change, changes, recorded
 from jaxtrain.errors import UserError
+from jaxtrain.parallel.axes import AXES
 from jaxtrain.runtime import control
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program
@@ -174,6 +175,14 @@ class Start:
         if step < self._config.train.num_steps and abs(now - before) > 1e-6 * max(now, before):
             last = learning_rate(ml_collections.ConfigDict(old), step - 1)
             log.warning("So the learning rate of step %d is %.3g, after %.3g in step %d", step + 1, now, last, step)
+
+
+def resolved(config: ml_collections.ConfigDict, program: Program) -> ml_collections.ConfigDict:
+    """The config with the mesh axis of -1 filled in."""
+    resolved = ml_collections.ConfigDict(config.to_dict())
+    for axis in AXES:
+        resolved.mesh[axis] = program.layout.size(axis)
+    return resolved.lock()
 
 
 def saved_settings(facts: dict, workdir: pathlib.Path, otherwise: dict) -> dict:

@@ -85,13 +85,16 @@ def mean(sums: LossSums, gradients: Any) -> Any:
     return jax.tree.map(lambda g: g * share, gradients)
 
 
-def make_train_step(gradients: Callable, update: Callable, clip_norm: float, routed: Callable | None = None) -> Callable:
+def make_train_step(
+    gradients: Callable, update: Callable, clip_norm: float, routed: Callable | None = None, by_group: bool = False
+) -> Callable:
     """`(state, batch, learning_rate, limits=None) -> (state, metrics)`; metrics are float32 scalars but `expert_load`, equal on
     every mesh. Nothing is updated if the gradient is not finite or, with `limits` [2], if loss or gradient norm is above them.
 
     Args:
       gradients: `(params, batch, step) -> (LossSums, sums of gradients, their norm)`; update: see `optimizer.make_update`.
       routed: `(params, sums, finite) -> (params, metrics)` of mixtures of experts; what it moves has no gradient.
+      by_group: metrics have `group_norms` of gradients, before clipping, and of the weights before the update.
     """
 
     def train_step(
@@ -100,6 +103,8 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
         sums, grads, norm = gradients(state.params, batch, state.step)
         grads, norm = mean(sums, (grads, norm))
         metrics = mean_losses(sums)
+        if by_group:
+            metrics |= group_norms("grad_norm", grads) | group_norms("weight_norm", state.params)
         fine = jnp.isfinite(norm)
         if limits is not None:
             fine &= (metrics["loss"] <= limits[0]) & (norm <= limits[1])
@@ -127,6 +132,14 @@ def make_train_step(gradients: Callable, update: Callable, clip_norm: float, rou
         return state, metrics
 
     return train_step
+
+
+@jax.named_scope(WEIGHTS)
+def group_norms(name: str, tree: dict) -> dict[str, jax.Array]:
+    """`name`_GROUP: the norm of all arrays of a group of a tree like the parameters: a part of blocks, or another entry."""
+    groups = {f"{name}_{key}": value for key, value in tree.items() if key != "blocks"}
+    groups |= {f"{name}_{key}": value for key, value in tree.get("blocks", {}).items()}
+    return {key: jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(group))) for key, group in groups.items()}
 
 
 def mean_losses(sums: LossSums) -> dict[str, jax.Array]:

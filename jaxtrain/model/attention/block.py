@@ -24,6 +24,7 @@ from jaxtrain.model.matmul_precision import fp8
 from jaxtrain.model.rope import rotate
 from jaxtrain.parallel.parameters import own_heads_of
 from jaxtrain.remat.policy import named
+from jaxtrain.remat.probe import see
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +118,7 @@ class Attention(nnx.Module):
             out, lse, cache = self._attend_to_row((q_grouped, k, v), rows, layer, keys)
             out = with_sinks(out, lse, None if self.sinks is None else read(self.sinks).reshape(q_grouped.shape[2:4]))
         out = out.reshape(*q.shape[:3], -1)[..., : self.value_dim]
+        see(out, "attention")
         return named("attention_out", row_parallel, out, "BTNH,DNH->BTD", self.out), cache
 
     def _inputs(self, x, rows, layer):

@@ -18,6 +18,7 @@ from jaxtrain.model.attention.merge import Saved
 
 FLOPS = "attention_flops_"  # scope: what a plan counts of the kernel in it, as shapes do not say what a mask leaves
 BLOCKS = 128, 64  # of queries and of keys in the forward; in the backward both the smaller
+WIDE = 192  # heads that are wider leave no shared memory on Blackwell to load ahead in the backward
 
 
 def forward(
@@ -51,12 +52,12 @@ class _Cut:
     """How queries and keys are cut into blocks, which of those see each other, and what that costs."""
 
     def __init__(self, q, k, mask, settings, blocks):
-        self.lengths, self.windows = (q.shape[1], k.shape[1]), settings.windows
-        self.heads = q.shape[0] * q.shape[2] * q.shape[3]
-        self.sizes = [min(block, 1 << (n - 1).bit_length()) for block, n in zip(blocks, self.lengths, strict=True)]
-        self.shape = flash_kernels.Shape(
-            settings.scale, settings.softcap, mask.causal, *self.sizes, interpret=settings.interpret
-        )
+        self.heads, self.windows = q.shape[0] * q.shape[2] * q.shape[3], settings.windows
+        self.lengths = q.shape[1], k.shape[1]
+        self.sizes = [min(block, max(16, 1 << (n - 1).bit_length())) for block, n in zip(blocks, self.lengths, strict=True)]
+        stages = 1 if blocks != BLOCKS and q.shape[-1] > WIDE else 2
+        cut = *self.sizes, stages, settings.interpret
+        self.shape = flash_kernels.Shape(settings.scale, settings.softcap, mask.causal, *cut)
         rows = [Positions(jnp.broadcast_to(p.index, p.segments.shape), p.segments) for p in (mask.queries, mask.keys)]
         rows = [jax.tree.map(lambda x, size=size: _filled(x, size), p) for p, size in zip(rows, self.sizes, strict=True)]
         self.rows, self.window = rows, jnp.asarray(mask.window, jnp.int32)

@@ -33,6 +33,7 @@ class Shape:
     causal: bool
     queries: int
     keys: int
+    stages: int  # of loads ahead of products
     interpret: bool
 
 
@@ -66,7 +67,7 @@ def _call(body, shape, grid, out):
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
-    parameters = None if shape.interpret else triton.CompilerParams(num_warps=8, num_stages=2)
+    parameters = None if shape.interpret else triton.CompilerParams(num_warps=8, num_stages=shape.stages)
     run = functools.partial(body, shape)
     return pallas.pallas_call(run, grid=grid, out_shape=out, interpret=shape.interpret, compiler_params=parameters)
 

@@ -13,7 +13,7 @@ from jaxtrain.observe.report.runs import Run
 from jaxtrain.page import svg
 from jaxtrain.page.pieces import Table, table
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 480, 250, 52, 34, 10, 12  # of a chart, and of its margins
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 480, 250, 56, 34, 10, 12  # of a chart, and of its margins
 BUCKETS = 120  # of a line: each keeps its least and largest value
 COLORS = 8  # of runs; more share them
 TABLE_ROWS = 10
@@ -150,6 +150,16 @@ def thinned(found: Sequence[Point]) -> list[Point]:
     return kept
 
 
+def legend(runs: Sequence[Run]) -> str:
+    """The line of each run, with its name."""
+    items = []
+    for number, run in enumerate(runs):
+        line = svg.line(0, 4, 4, f"run r{number % COLORS}", 30)
+        drawn = f'<svg viewBox="0 0 30 8" width="30" height="8" aria-hidden="true">{line}</svg>'
+        items.append(f"<span>{drawn}{html.escape(run.name)}</span>")
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
 def _numbers(found: Sequence[Line]) -> str:
     """A table of some of the values over steps, for those who cannot see or want numbers."""
     steps = sorted({x for one in found for x, _ in one.points})
@@ -162,21 +172,19 @@ def _numbers(found: Sequence[Line]) -> str:
 
 def goodput_bars(runs: Sequence[Run]) -> str:
     """For each run where its time went, as a bar of parts."""
-    drawn, y, width = [], 2, svg.WIDTH - 4
-    for run in (run for run in runs if run.tries):
-        drawn.append(svg.text(2, y + 12, f"{run.name}: {percent(run.goodput.share)} of {words(run.goodput.wall_s)}"))
-        x = 2.0
-        for name, seconds in run.goodput.seconds.items():
-            piece = seconds / run.goodput.wall_s * width
-            if seconds > 0:
-                told = f"{PARTS[name]}: {words(seconds)}, {percent(seconds / run.goodput.wall_s)}"
-                drawn.append(svg.rect(x, y + 18, piece, 26, f"g-{name}", told))
-                drawn += svg.inside(x, y + 35, piece, percent(seconds / run.goodput.wall_s))
-            x += piece
-        y += 56
-    told = "; ".join(f"{run.name}: {percent(run.goodput.share)} in productive steps" for run in runs if run.tries)
-    legend = svg.legend((f"g-{name}", title) for name, title in PARTS.items())
-    return f"{legend}{svg.svg(drawn, y, label=told)}" if drawn else ""
+    found = svg.legend((f"g-{name}", title) for name, title in PARTS.items())
+    for run in runs:
+        told = {name: f"{percent(seconds / run.goodput.wall_s)}" for name, seconds in run.goodput.seconds.items() if seconds}
+        pieces = "".join(
+            f'<i class="g-{name}" style="flex:{run.goodput.seconds[name]:.3f} 0 0" title="{PARTS[name]}: {share}">'
+            f"{share if run.goodput.seconds[name] > 0.09 * run.goodput.wall_s else ''}</i>"
+            for name, share in told.items()
+        )
+        label = ", ".join(f"{PARTS[name]} {share}" for name, share in told.items())
+        title = f"{run.name}: {percent(run.goodput.share)} of {words(run.goodput.wall_s)}"
+        found += f"<p>{html.escape(title)}</p>"
+        found += f'<div class="bar" role="img" aria-label="{html.escape(f"{run.name}: {label}")}">{pieces}</div>'
+    return found
 
 
 def experts_map(load: Sequence[Sequence[float]], label: str) -> str:

@@ -13,7 +13,6 @@ from jaxtrain.observe.progress import percent, quantity
 from jaxtrain.observe.report import charts
 from jaxtrain.observe.report.runs import Run, flat, mesh_words
 from jaxtrain.page.pieces import Table, css, document, paragraph, table
-from jaxtrain.page.svg import legend
 
 GIB = 1 << 30
 MOST_EVENTS = 60  # of a run
@@ -101,7 +100,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[str]:
         + "</fieldset>"
     )
     if len(runs) > 1:
-        yield legend((f"r{number % charts.COLORS}", run.name) for number, run in enumerate(runs))
+        yield charts.legend(runs)
     yield f'<div class="charts">{"".join(found)}</div>'
 
 
@@ -114,7 +113,7 @@ def _goodput(runs: Sequence[Run]) -> Iterator[str]:
         "From the start of the first process to the end of the last, restarts included. Productive are steps whose result the "
         "run still has."
     )
-    yield f'<div class="scroll wide">{charts.goodput_bars(timed)}</div>'
+    yield charts.goodput_bars(timed)
     rows = [
         (title, *(_seconds(run.goodput.seconds[name], run.goodput.wall_s) for run in timed), MEANINGS[name])
         for name, title in PARTS.items()
