@@ -106,6 +106,20 @@ try_extra() { # EXTRA
   return 1
 }
 
+# Debian packages that a test needs, installed where nobody has to be asked: as root, in CI or with JAXTRAIN_APT=yes. False when
+# the command is not there afterwards.
+try_apt() { # COMMAND PACKAGE...
+  local wanted=$1
+  shift
+  command -v "$wanted" >/dev/null 2>&1 && return
+  [[ -n ${CI:-} || ${JAXTRAIN_APT:-} == yes ]] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 1
+  say "installing $* by apt-get ..."
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get -qq install -y --no-install-recommends "$@" </dev/null >/dev/null 2>&1 ||
+    { apt-get -qq update </dev/null >&2 && apt-get -qq install -y --no-install-recommends "$@" </dev/null >/dev/null; } || true
+  command -v "$wanted" >/dev/null 2>&1
+}
+
 install_into_venv() { # EXTRAS
   local extras=$1 extra python size="about 900 MB"
   if ! "$VENV_PYTHON" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -281,7 +282,7 @@ FAULTS = (
     "kill -9 of process 0",
 )
 SLOW_FAULTS = (
-    "SIGUSR1 to one, training",
+    "kill -9 of process 0, supervised",
     "SIGTERM, and the save hangs",
     "SIGTERM to all, with loader processes",
     "one process cannot save",
@@ -334,3 +335,17 @@ def test_tensor_across_nodes_is_warned_of_by_hosts(hosts, warns, monkeypatch, ca
     devices = [types.SimpleNamespace(process_index=index) for index in range(2)]
     mesh.build(config, devices)
     assert jax.process_index() == 0 and ("crosses nodes of 1 devices" in caplog.text) == warns
+
+
+# Modules that ask for the time of day: it is shown, written down or compared with a file's, never waited by.
+TIME_OF_DAY = "checkpoint/manager gpu_check/hosts observe/clock observe/loggers observe/metrics observe/report/runs".split()
+
+
+def test_no_time_limit_goes_by_a_clock_that_may_jump():
+    """Limits and durations are of time.monotonic; only supervisors name the time of day beside, by strftime."""
+    found = [
+        str(path.relative_to(ROOT / "jaxtrain"))[:-3]
+        for path in sorted((ROOT / "jaxtrain").rglob("*.py"))
+        if re.search(r"\btime\.time\(|datetime\.(now|utcnow)", path.read_text())
+    ]
+    assert found == TIME_OF_DAY

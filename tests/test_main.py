@@ -740,24 +740,41 @@ def test_mesh_that_does_not_fit_the_devices(place, tmp_path):
 # Several processes.
 
 
+ROWS = """
+import json, os, pathlib, runpy
+from jaxtrain.train.program import Program
+train_rows = Program.train_rows
+def recorded(program):
+    rows = train_rows(program)
+    pathlib.Path(os.environ["ROWS"] + os.environ["JAX_PROCESS_ID"]).write_text(json.dumps(rows.tolist()))
+    return rows
+Program.train_rows = recorded
+runpy.run_module("jaxtrain.main", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(place, straight):
-    """Copies of the state are compared, and found equal."""
+@pytest.mark.timeout(500)
+def test_four_processes_read_disjoint_rows_and_give_the_losses_of_one(place, straight, monkeypatch):
+    """Four processes with two devices each. Copies of the state are compared, and found equal."""
     workdir = place / "processes"
-    command_line = [sys.executable, "-m", "jaxtrain.main", f"--config={place}/tiny.py", f"--workdir={workdir}"]
+    monkeypatch.setenv("ROWS", str(place / "rows"))
+    command_line = [sys.executable, "-c", ROWS, f"--config={place}/tiny.py", f"--workdir={workdir}"]
     command_line += ["--config.runtime.check_replicas_every_steps=5"]
-    launcher = [sys.executable, str(ROOT / "scripts/launch_local.py"), "-n", "2", "--devices-per-process=4", "--"]
+    launcher = [sys.executable, str(ROOT / "scripts/launch_local.py"), "-n", "4", "--devices-per-process=2", "--"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     result = subprocess.run(
-        [*launcher, *command_line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
+        [*launcher, *command_line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=450, check=False
     )
     assert result.returncode == 0, result.stderr
+    read = [np.array(json.loads((place / f"rows{process}").read_text())).ravel().tolist() for process in range(4)]
+    assert sorted(sum(read, [])) == list(range(len(sum(read, [])))) and len(set(map(len, read))) == 1  # each row by one process
     rows = read_rows(workdir)
     assert [row["step"] for row in rows] == [row["step"] for row in straight.rows]  # written once, by process 0
     for name in ("loss", "eval_loss"):
         one, two = ([row[name] for row in each if name in row] for each in (straight.rows, rows))
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     summary = json.loads((workdir / "summary.json").read_text())
-    assert "2 processes" in summary["devices"] and summary["mesh"] == straight.summary["mesh"]
+    assert "4 processes" in summary["devices"] and summary["mesh"] == straight.summary["mesh"]
     assert result.stderr.count("step 20/20") == 1 and result.stderr.count("Copies are compared every 5 steps") == 1
     assert len(list((workdir / "tensorboard").iterdir())) == 1

@@ -470,7 +470,7 @@ def test_weights_wait_for_the_compiler_where_it_times_kernels(platform, order, m
 
     monkeypatch.setattr(loop, "_compile_step", compile_step)
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(platform=platform)])
-    assert loop._compiled_and_begun(default_config(), None, Start(), None) == (("step", 1.0), ("state", 3))
+    assert loop._compiled_and_begun(default_config(), None, Start(), mock.Mock(), mock.Mock()) == (("step", 1.0), ("state", 3))
     assert done == order
 
 
@@ -485,6 +485,12 @@ def test_a_step_that_does_not_end_ends_the_run(monkeypatch, capsys):
     text = "step 3 has not ended after 0.1 s (runtime.collective_timeout_s)"
     assert told == [text, 1] and f"error: {text}" in capsys.readouterr().err
     ended.clear()
+    monkeypatch.setattr(control, "current", mock.Mock())
+    with control.within(0.1, "step 4"):
+        assert ended.wait(20)
+    assert told[2].startswith("step 4 has not ended") and "NCCL_SOCKET_IFNAME" in told[2]
+    del told[2:]
+    ended.clear()
     with control.within(0.2, "step 4"):
         pass
     assert not ended.wait(0.5) and len(told) == 2
@@ -492,8 +498,8 @@ def test_a_step_that_does_not_end_ends_the_run(monkeypatch, capsys):
     config.runtime.collective_timeout_s = 30
     limits = []
     monkeypatch.setattr(control, "within", lambda *limit: limits.append(limit) or contextlib.nullcontext())
-    session = types.SimpleNamespace(config=config, throughput=mock.Mock(), keeper=mock.Mock(), start=0)
-    session.data_metrics, session.writer = mock.Mock(), mock.Mock()
-    with pytest.raises(KeyError):  # metrics end here
+    session = mock.Mock(config=config, start=0)
+    session.replicas.require_equal.side_effect = KeyError  # what follows does not matter here
+    with pytest.raises(KeyError):
         loop._Session._finish(session, 3, {"loss": 1.0}, None)
     assert limits == [(30, "step 3")]

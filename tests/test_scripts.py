@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -32,6 +33,7 @@ def scripts(tmp_path):
     def run(name: str, *arguments: str, fail_on: str = "nothing", **variables: str) -> tuple[int, str, list[str]]:
         calls.write_text("")
         given = {"JAXTRAIN_VENV": str(venv), "JAXTRAIN_ACCELERATOR": "cpu", "CALLS": str(calls), "FAIL_ON": fail_on}
+        given |= {"CI": "", "JAXTRAIN_APT": ""}  # else the packages of this machine would be changed
         command = ["bash", str(ROOT / name), *arguments]
         result = subprocess.run(
             command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | given | variables, timeout=60, check=False
@@ -135,6 +137,33 @@ def test_the_plan_extra_is_added_where_it_can_be(scripts, tmp_path):
     calls = scripts("scripts/test.sh", PATH=linux, JAXTRAIN_ACCELERATOR="cuda13")[2]
     assert installs(calls) == ["[test,cuda13]"], "its plugin and that of `plan` exclude each other"
     assert "-m pip uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt" in calls
+
+
+@pytest.mark.parametrize(
+    ("variables", "user", "there", "said"),
+    [
+        ({"CI": "true"}, 0, True, "installing slurm-wlm munge by apt-get"),
+        ({"JAXTRAIN_APT": "yes"}, 0, True, "installing slurm-wlm munge by apt-get"),
+        ({"CI": "true"}, 0, False, "will be skipped: it needs slurm-wlm and munge"),
+        ({"CI": "true"}, 1000, True, "will be skipped: it needs slurm-wlm and munge"),
+        ({}, 0, True, "will be skipped: it needs slurm-wlm and munge"),
+    ],
+)
+def test_slurm_is_installed_where_nobody_has_to_be_asked(tmp_path, variables, user, there, said):
+    """`there`: whether apt has the packages. What it cannot do stops nothing."""
+    folder, log = tmp_path / "bin", tmp_path / "apt"
+    folder.mkdir()
+    makes = (
+        f'case "$*" in *install*) printf "" > {folder}/slurmctld; chmod +x {folder}/slurmctld ;; esac' if there else "exit 100"
+    )
+    executable(folder, "apt-get", f'echo "$*" >> {log}\n{makes}\n')
+    executable(folder, "id", f"echo {user}\n")
+    for command in ("bash", "chmod", "dirname"):
+        (folder / command).symlink_to(shutil.which(command))
+    call = 'try_apt slurmctld slurm-wlm munge || say "will be skipped: it needs slurm-wlm and munge"; echo went on'
+    code, out, stderr = helper(call, PATH=str(folder), **({"CI": "", "JAXTRAIN_APT": ""} | variables))
+    assert (code, out.strip()) == (0, "went on") and said in stderr, stderr
+    assert log.exists() == ("CI" in variables or "JAXTRAIN_APT" in variables) * (user == 0)
 
 
 def helper(call: str, **variables: str) -> tuple[int, str, str]:

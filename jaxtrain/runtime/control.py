@@ -149,6 +149,8 @@ def within(seconds: float, what: str) -> Iterator[None]:
     """Ends all processes of a run, with a reason, when what it surrounds takes longer than runtime.collective_timeout_s: nobody
     else sees a collective that hangs inside a GPU. `what`: for the message."""
     done, text = threading.Event(), f"{what} has not ended after {seconds} s (runtime.collective_timeout_s)"
+    if current:
+        text += "; see the logs of all processes, NCCL's with NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME, NCCL_IB_HCA, firewalls"
 
     def watch() -> None:
         for _ in range(PARTS):  # while this process is suspended, no more than one passes
@@ -277,7 +279,7 @@ class Channel:
             if index:
                 raise UserError(f"{late}process 0 does not answer; see its log") from None
             absent = f"of the other processes these did not come: {self._hub.missing()}; see their logs, and whether they "
-            absent += "can reach this address (names, interfaces, firewalls)"
+            absent += "can reach this address (names, interfaces, firewalls; python -m jaxtrain.doctor tells)"
             self._hub.tell_all(late=absent)
             raise UserError(late + absent) from None
         except hub.Closed:
