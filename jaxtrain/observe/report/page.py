@@ -69,6 +69,7 @@ def _overview(runs: Sequence[Run]) -> str:
 
 def _curves(runs: Sequence[Run]) -> Iterator[str]:
     """Charts, and the buttons that choose what they run over."""
+    of_hosts = {"slowest_own_s": "slowest", "median_own_s": "median"}
     of_devices = {"device_memory_peak_bytes": "peak", "device_memory_bytes": "in use"}
     found = [
         charts.figure("Loss", runs, {"loss": ""}, note="training, nats per token"),
@@ -83,6 +84,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[str]:
         *(charts.figure(f"Weight norm: {name}", runs, {f"weight_norm_{name}": ""}) for name in _names(runs, "weight_norm_")),
         charts.figure("Learning rate", runs, {"learning_rate": ""}, from_zero=True),
         charts.figure("Host waiting for data", runs, {"data_wait_share": ""}, from_zero=True, note="share of the time"),
+        charts.figure("Own part of a step, s", runs, of_hosts, from_zero=True, note="of hosts"),
         charts.figure("Device memory, bytes", runs, of_devices, from_zero=True, note="fullest device of process 0"),
         charts.figure("Host memory, bytes", runs, {"host_memory_bytes": ""}, from_zero=True, note="resident, process 0"),
         charts.figure("Fullest expert", runs, {"largest_load": ""}, note="1 is an even share"),
