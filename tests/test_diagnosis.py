@@ -38,12 +38,12 @@ def planted(params, path, layer, value=jnp.nan):
     return copy
 
 
-def explained(made, tmp_path, caplog, params):
+def explained(made, tmp_path, caplog, params, loss=float("nan")):
     program, _, rows, batch = made
     diagnosis = Diagnosis(program, ByteTokenizer(), tmp_path)
     caplog.clear()
     diagnosis.launched(1, rows, batch, params)
-    diagnosis.finished(1, float("nan"))
+    diagnosis.finished(1, float("nan"), loss)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -66,7 +66,11 @@ def test_the_first_activation_is_named(made, tmp_path, caplog):
     first, _ = explained(made, tmp_path, caplog, large)
     assert "layer 0 (the first is 0), mlp_out" in first
     first, _ = explained(made, tmp_path, caplog, params)
-    assert "all activations are finite in the forward pass" in first
+    assert "all activations are finite in the forward pass (without dropout), the loss is not" in first
+    first, _ = explained(made, tmp_path, caplog, params, loss=5.5)
+    assert "and so is the loss, 5.5: the backward overflows" in first
+    first, _ = explained(made, tmp_path, caplog, {})
+    assert "cannot be explained" in first
 
 
 @pytest.mark.slow
@@ -76,7 +80,7 @@ def test_statistics(made, tmp_path):
     diagnosis = Diagnosis(program, ByteTokenizer(), tmp_path)
     for step in (1, 2, 3):
         diagnosis.launched(step, rows, batch, params)
-        diagnosis.finished(step, 1.0)
+        diagnosis.finished(step, 1.0, 1.0)
     found = [json.loads(line) for line in (tmp_path / STATISTICS).read_text().splitlines()]
     assert {row["step"] for row in found} == {2}
     by_name = {(row["layer"], row["activation"]): row for row in found}

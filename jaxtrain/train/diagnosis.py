@@ -47,7 +47,7 @@ class Diagnosis:
         if self._every and step % self._every == 0:
             self._figures[step] = self._program.activations(params, _microbatch(batch, 0))
 
-    def finished(self, step: int, grad_norm: float) -> None:
+    def finished(self, step: int, grad_norm: float, loss: float) -> None:
         """After the metrics of a step have come: writes statistics, and says where a gradient that is not finite comes from."""
         if found := self._figures.pop(step, None):
             self._write_statistics(step, jax.device_get(found))
@@ -55,8 +55,11 @@ class Diagnosis:
         if batch is None or math.isfinite(grad_norm) or self._explained == MOST_EXPLAINED:
             return
         self._explained += 1
-        for text in self.explain(batch):
-            log.warning("Step %d: %s", step, text)
+        try:
+            for text in self.explain(batch, loss):
+                log.warning("Step %d: %s", step, text)
+        except Exception as error:  # of the compiler or an allocator: the run itself goes on
+            log.warning("Step %d: cannot be explained: %s", step, str(error).partition("\n")[0])
         if path := self._write_rows(step, rows):
             log.warning("Step %d: the batch as text is in %s", step, path)
 
@@ -64,8 +67,8 @@ class Diagnosis:
         """Drops batches and weights, so that another state has room."""
         self._kept, self._figures, self._params = {}, {}, None
 
-    def explain(self, batch: Batch) -> Iterator[str]:
-        """Sentences: which weights are not finite, and the first activation that is not."""
+    def explain(self, batch: Batch, loss: float) -> Iterator[str]:
+        """Sentences: which weights are not finite, and the first activation that is not. `loss`: that the step had."""
         if bad := nonfinite_weights(self._params):
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             yield f"weights that are not finite: {', '.join(bad[:5])}{more}"
@@ -79,7 +82,11 @@ class Diagnosis:
                     of = f" of microbatch {number}" if count > 1 else ""
                     yield f"the first activation that is not finite{of}: {where}; {100 * share:.3g}% of its numbers"
                     return
-        yield "all activations are finite in the forward pass (without dropout): the loss or the backward overflows"
+        known = "all activations are finite in the forward pass (without dropout)"
+        if math.isfinite(loss):
+            yield f"{known}, and so is the loss, {loss:.4g}: the backward overflows"
+        else:
+            yield f"{known}, the loss is not: the head's logits overflow, or what is added to the loss"
 
     def _write_statistics(self, step: int, found: dict) -> None:
         if jax.process_index():

@@ -298,7 +298,7 @@ class _Session:
         self.hosts.finished(step, self.slow_steps.seconds)
         self.replicas.require_equal(step, metrics, self.keeper.saved)
         metrics = self.last_metrics = scalars(metrics)
-        self.diagnosis.finished(step, metrics["grad_norm"])
+        self.diagnosis.finished(step, metrics["grad_norm"], metrics["loss"])
         self.figures.throughput.finished()
         self.clock.finished(step)
         if metrics["targets"] == 0:
