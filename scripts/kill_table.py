@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 from fault_table import ROOT, Run
 
 STEPS = 120
-TIMES = ("tokens_per_s", "mfu", "data_wait_share")  # of metrics.jsonl: what differs from run to run
+MEASURED = re.compile(r"time|mfu.*|data_wait_share|.*_s|.*_bytes")  # figures of metrics.jsonl that differ from run to run
 
 
 def training(folder: pathlib.Path) -> Callable[[str], subprocess.Popen]:
@@ -48,9 +49,9 @@ def training(folder: pathlib.Path) -> Callable[[str], subprocess.Popen]:
 
 
 def trained(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without times."""
+    """The rows of metrics.jsonl without times, rates and memory."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+    return [{key: value for key, value in row.items() if not MEASURED.fullmatch(key)} for row in rows]
 
 
 def tokenizing(folder: pathlib.Path) -> Callable[[str], subprocess.Popen]:
