@@ -15,20 +15,24 @@ SSH=${SSH:-ssh -o BatchMode=yes}
 
 run=/tmp/jaxtrain-$(id -u)-$PORT-$$
 pids=()
+signal=TERM
+pass_on() { # a host that is being reached has no number of a process yet
+  for i in "${!hosts[@]}"; do
+    $SSH "${hosts[i]}" "for _ in 1 2 3 4 5; do [ -s $run.$i ] && break; sleep 1; done; kill -$signal \$(cat $run.$i)" \
+      < /dev/null 2> /dev/null &
+  done
+  signal=KILL
+}
+trap pass_on INT TERM # first of all: a signal to this script alone would leave the processes running
 for i in "${!hosts[@]}"; do
+  [ $signal = TERM ] || break # stopped meanwhile
   variables="JAX_COORDINATOR_ADDRESS=${hosts[0]#*@}:$PORT JAX_NUM_PROCESSES=${#hosts[@]} JAX_PROCESS_ID=$i PYTHONUNBUFFERED=1"
   command="cd $(printf %q "$DIR") && echo \$\$ > $run.$i && exec env $variables$(printf ' %q' "$PYTHON" -m jaxtrain.main "$@")"
-  # A session of its own: Ctrl-C is passed on below, and must not end ssh.
+  # A session of its own: Ctrl-C is passed on by the trap, and must not end ssh.
   setsid $SSH "${hosts[i]}" "$command" < /dev/null > >(if ((i)); then sed -u "s/^/[$i] /"; else cat; fi) 2>&1 &
   pids+=($!)
 done
 
-signal=TERM
-pass_on() {
-  for i in "${!hosts[@]}"; do $SSH "${hosts[i]}" "kill -$signal \$(cat $run.$i)" < /dev/null 2> /dev/null & done
-  signal=KILL
-}
-trap pass_on INT TERM
 code=0
 for pid in "${pids[@]}"; do
   wait "$pid"; own=$?
