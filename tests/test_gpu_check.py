@@ -138,6 +138,7 @@ def test_processes_that_die_or_hang_stop_nothing_else(planted_run):
     assert report.not_run == {"b: needs many": "needs 9 devices, there are 2"}
 
 
+@pytest.mark.slow
 def test_files_say_at_any_moment_what_is_known(planted_run):
     """While a check runs, those before it are there; at the end there is a line for each failure; <> in names stays text."""
     report, folder = planted_run
@@ -355,6 +356,7 @@ def test_a_small_step(small_step):
     assert {row.verdict for row in models.measure(models.DENSE[1], setup)} == {SKIPPED}
 
 
+@pytest.mark.slow
 def test_planned_and_measured(small_step):
     """Memory beyond the plan by more than a tenth fails; a time outside the error band is off."""
     setup = small_step[0]

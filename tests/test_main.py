@@ -42,6 +42,8 @@ from jaxtrain.runtime import startup
 from jaxtrain.train import loop
 from jaxtrain.train.optimizer import learning_rate
 
+pytestmark = pytest.mark.slow  # its light tests share what the others compile
+
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_STEPS = 20
 CONFIG = """
@@ -221,7 +223,6 @@ def events(folder):
 # What a run leaves behind.
 
 
-@pytest.mark.slow
 def test_model_learns(straight):
     losses = [loss for _, loss in straight.steps("loss")]
     assert 5.0 < losses[0] < 6.0  # ln(258) = 5.55
@@ -298,7 +299,6 @@ def test_a_step_has_one_number(straight):
     assert saved_steps(straight.workdir)[-1] == straight.rows[-1]["step"] == int(straight.state.step) == NUM_STEPS
 
 
-@pytest.mark.slow
 def test_logged_learning_rate_is_the_schedule(place, straight, resumed):
     """C25: one tick per optimizer step although there are two microbatches, step 1 moves, the last step has the end value."""
     config = configs.load(f"{place}/tiny.py")
@@ -318,7 +318,6 @@ def test_one_compilation_of_the_step(straight, resumed):
         assert compiled_later == ([] if run is straight else ["jit(evaluation)"])  # the evaluation of the resumed run
 
 
-@pytest.mark.slow
 def test_steps_are_recorded(resumed):
     """Beside what the run does anyway; the command's line is in the log."""
     found = study.study(study.newest(resumed.workdir))
@@ -357,7 +356,6 @@ def test_goodput_is_of_all_tries(resumed):
     assert resumed.rows[-2]["tokens"] == NUM_STEPS * 16 * 16
 
 
-@pytest.mark.slow
 def test_continued_on_another_mesh(place, straight, stopped):
     shutil.copytree(stopped.workdir, place / "moved")
     run = train(place, place / "moved", "mesh.data=1", "mesh.fsdp=8", "mesh.tensor=1")
@@ -369,7 +367,6 @@ def test_continued_on_another_mesh(place, straight, stopped):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), run.state.params, straight.state.params)
 
 
-@pytest.mark.slow
 def test_continued_with_other_stages(place):
     """From virtual pipeline stages, which hold layers in an order of their own, to none: weights, moments, losses."""
     common = "model.num_layers=4", "train.num_steps=3", "optimizer.warmup_steps=2", "checkpoint.save_every_steps=2"
@@ -389,7 +386,6 @@ def test_continued_with_other_stages(place):
         np.testing.assert_allclose(leaf, other[order], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_finished_run_given_again_loses_nothing(place, straight):
     shutil.copytree(straight.workdir, place / "again")
     run = train(place, place / "again")
@@ -400,7 +396,6 @@ def test_finished_run_given_again_loses_nothing(place, straight):
         assert run.summary[name] == straight.summary[name]
 
 
-@pytest.mark.slow
 def test_stopped_while_evaluating(place, straight):
     """The evaluation belongs to a step that is saved; the one that was cut short is not missing in the end."""
 
@@ -416,7 +411,6 @@ def test_stopped_while_evaluating(place, straight):
 # Gradients and batches that are not as they should be.
 
 
-@pytest.mark.slow
 def test_gradients_that_stay_nonfinite_stop_the_run(place):
     """Weights of 1e38 overflow in the next forward pass."""
     overrides = "optimizer.learning_rate=1e38", "optimizer.max_nonfinite_steps=3", "checkpoint.save_every_steps=0"
@@ -432,7 +426,6 @@ def test_gradients_that_stay_nonfinite_stop_the_run(place):
     assert "Traceback" not in run.log and not (run.workdir / "summary.json").exists()
 
 
-@pytest.mark.slow
 def test_batch_without_targets(place):
     """C23: loss 0, gradient 0, a warning, no NaN; training goes on."""
     original = loop.train_batches
@@ -497,7 +490,6 @@ def test_workdir_in_use(place, tmp_path):
         lock.require_held()
 
 
-@pytest.mark.slow
 def test_run_that_lost_its_lock_saves_nothing_more(place, tmp_path, monkeypatch):
     monkeypatch.setattr(WorkdirLock, "_is_mine", lambda self: False)
     run = train(place, tmp_path / "run", "train.num_steps=5")
@@ -505,7 +497,6 @@ def test_run_that_lost_its_lock_saves_nothing_more(place, tmp_path, monkeypatch)
     assert "has taken this folder over" in run.log and not saved_steps(tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_workdir_of_another_run(place, tmp_path, straight):
     """Another model, corpus, batch or seed: refused, with the difference; every file is as it was."""
     workdir = tmp_path / "run"
@@ -538,7 +529,6 @@ def test_workdir_of_another_run(place, tmp_path, straight):
         assert files(workdir) == before, override
 
 
-@pytest.mark.slow
 def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tmp_path, straight):
     losses = []
     for name, (change, *more) in enumerate((["optimizer.name=adamw"], ["optimizer.name=sgd"])):
@@ -552,7 +542,6 @@ def test_another_optimizer_begins_anew_with_the_weights_that_are_there(place, tm
     assert saved_steps(workdir) == [20, 22]
 
 
-@pytest.mark.slow
 def test_moving_average_and_best_over_an_error(place, tmp_path):
     """Step 7 fails: step 6 is saved, and with it goes on bit by bit. Both are evaluated, the best average stays."""
     settings = ("train.ema_decay=0.8", "train.num_steps=12", "eval.every_steps=2", "checkpoint.save_every_steps=8")
@@ -578,7 +567,6 @@ def test_moving_average_and_best_over_an_error(place, tmp_path):
         assert run.code == 2 and words in run.log
 
 
-@pytest.mark.slow
 def test_an_average_that_begins_later_and_weights_alone(place, tmp_path, straight):
     workdir = shutil.copytree(straight.workdir, tmp_path / "run")
     settings = "train.ema_decay=0.8", "train.num_steps=21"
@@ -594,7 +582,6 @@ def test_an_average_that_begins_later_and_weights_alone(place, tmp_path, straigh
     assert begun.code == 0 and "Weights come from the checkpoint of step 21" in begun.log, begun.log
 
 
-@pytest.mark.slow
 def test_changes_are_listed_and_kept(place, tmp_path, straight):
     """A finished cosine run goes on: what changed in the training is told, and what that does to the rate; the rest is not."""
     workdir = tmp_path / "run"
@@ -620,7 +607,6 @@ def test_changes_are_listed_and_kept(place, tmp_path, straight):
     )
 
 
-@pytest.mark.slow
 def test_other_rows_only_if_asked_for(place, tmp_path, straight):
     workdir = tmp_path / "run"
     shutil.copytree(straight.workdir, workdir)
@@ -636,7 +622,6 @@ def test_other_rows_only_if_asked_for(place, tmp_path, straight):
     assert "data.seed" in (workdir / "config_history.jsonl").read_text()
 
 
-@pytest.mark.slow
 def test_checkpoint_of_an_earlier_version(place, tmp_path, straight):
     """It records batch and seed alone, and may have been saved while steps were skipped: their count starts anew."""
     workdir = tmp_path / "run"
@@ -657,7 +642,6 @@ def test_checkpoint_of_an_earlier_version(place, tmp_path, straight):
     assert "--config.checkpoint.restore_step=20 " in run.log
 
 
-@pytest.mark.slow
 def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_path, stopped, straight):
     """One finite step at a rate of 1e30 ruins the weights, and they are saved before the next step tells."""
     workdir = tmp_path / "run"
@@ -677,7 +661,6 @@ def test_ruined_weights_cost_no_good_checkpoint_and_the_advice_works(place, tmp_
     assert "All 20 steps are done" in train(place, workdir, "checkpoint.restore_step=10").log  # and not once more
 
 
-@pytest.mark.slow
 def test_adafactor_continues_to_the_bit_and_on_another_mesh(place, tmp_path):
     constant = ("optimizer.name=adafactor", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
     settings = (*constant, "checkpoint.save_every_steps=3")
@@ -691,7 +674,6 @@ def test_adafactor_continues_to_the_bit_and_on_another_mesh(place, tmp_path):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), straight.state.params, moved.state.params)
 
 
-@pytest.mark.slow
 def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
     """No later step tells, and the loss of ruined weights is finite: norms hide it."""
     workdir, alone = tmp_path / "run", ("data.holdout_fraction=0", "checkpoint.save_every_steps=2", "checkpoint.keep_last=1")
@@ -710,7 +692,6 @@ def test_weights_that_the_last_step_ruins_are_not_saved(place, tmp_path):
     assert saved_steps(workdir) == [5]
 
 
-@pytest.mark.slow
 def test_weights_of_another_run(place, tmp_path, straight):
     source, start = f"checkpoint.init_from={straight.workdir}", ("eval.at_start=True", "train.num_steps=1")
     short = (*start, "optimizer.warmup_steps=0", "checkpoint.save_every_steps=0")
@@ -753,7 +734,6 @@ runpy.run_module("jaxtrain.main", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_four_processes_read_disjoint_rows_and_give_the_losses_of_one(place, straight, monkeypatch):
     """Four processes with two devices each. Copies of the state are compared, and found equal."""

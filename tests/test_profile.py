@@ -57,6 +57,7 @@ def recorded(tmp_path_factory):
     return workdir, study.study(study.newest(workdir)), 1e9 * (read[12] - read[3])
 
 
+@pytest.mark.slow
 def test_summed_times_are_the_wall_time(recorded):
     """Within 1% of a stopwatch around the steps; each step's parts add up to it; all steps on both devices."""
     _, found, stopwatch = recorded
@@ -308,6 +309,7 @@ def as_if_on(found, true, base, factor=1.0):
     return dataclasses.replace(found, facts=facts, steps={"GPU 0": [wanted]}, links=links, busy={})
 
 
+@pytest.mark.slow
 def test_rates_are_found_again(recorded, tmp_path, monkeypatch):
     """From the times that known rates give; the band is the error of what they do not explain; plans read the file."""
     _, found, _ = recorded

@@ -289,6 +289,7 @@ def test_logits_and_evaluation_are_those_of_the_row():
     np.testing.assert_allclose(others, sums, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [ENDS, [[64], [0]], [[1, 2, 3, 63], [17, 33, 48]]], ids=str)
 @pytest.mark.parametrize(
     "sharding",

@@ -136,6 +136,7 @@ def wanted(twice=False):
     return (value, *grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("prefetch", ["off", "forward", "backward", "both"])
 def test_gradients_are_those_of_plain_differentiation(mesh, prefetch):
