@@ -380,6 +380,7 @@ def test_planned_and_measured(small_step):
     assert one.found["steps"] == {models.DENSE[0].name: 1.3}
 
 
+@pytest.mark.slow
 def test_profile(small_step):
     """Times of classes and parts of the model on a CPU; the reader's own tests are in test_profile.py."""
     by_name = {row.name: row for row in small_step[2]}
