@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxtrain.command_line import command, load_config
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_whole
 from jaxtrain.observe.clock import process_age_s
 
 IMPORTED = time.monotonic()
@@ -52,9 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     if jax.process_index() == 0:
         show(figures)
         if args.json:
-            temporary = args.json.with_name(args.json.name + ".tmp")
-            temporary.write_text(json.dumps(figures, indent=2) + "\n")
-            temporary.replace(args.json)
+            write_whole(args.json, json.dumps(figures, indent=2) + "\n")
 
 
 class Watched:

@@ -110,13 +110,13 @@ def continued(run: Run) -> int:
     return int(found[-1]) if found else 0
 
 
-def by_supervisor(disturb: Callable[[Run, int, random.Random], str], own: dict | None = None) -> Callable[..., Recovered]:
-    """Each process under a supervisor; the time is until the next try trains."""
+def by_supervisor(disturb: Callable[[Run, int, random.Random], str], hosts: bool = False) -> Callable[..., Recovered]:
+    """Each process under a supervisor, with `hosts` on a host of its own; the time is until the next try trains."""
 
     def fault(folder: pathlib.Path, count: int, rng: random.Random) -> Recovered:
         wanted = straight(folder, count)
-        with network(count) if own == NETWORK else contextlib.nullcontext({i: {} for i in range(count)}) as places:
-            special = {index: {"prefix": [*place.pop("prefix", []), *SUPERVISE]} | place for index, place in places.items()}
+        with network(count) if hosts else contextlib.nullcontext({i: {} for i in range(count)}) as places:
+            special = {i: place | {"prefix": [*place.get("prefix", []), *SUPERVISE]} for i, place in places.items()}
             run = Run(folder, count, special, **SETTINGS)
             trained(run, rng)
             began, line = time.monotonic(), disturb(run, count, rng)
@@ -147,7 +147,7 @@ def by_itself(disturb: Callable[[Run, int, random.Random], str], own: Callable[[
     return fault
 
 
-def by_command(disturb: Callable[[Run, int, random.Random], str], codes: set[int], own: Callable = lambda folder: {}):
+def by_command(disturb: Callable[[Run, int, random.Random], str], codes: set[int]) -> Callable[..., Recovered]:
     """All processes end, with these codes; the same command goes on. The time is until they have ended."""
 
     def fault(folder: pathlib.Path, count: int, rng: random.Random) -> Recovered:
@@ -256,9 +256,6 @@ def jump(run: Run, count: int, rng: random.Random) -> str:
     return f"{days} days ahead, and back"
 
 
-NETWORK: dict = {"network": True}
-
-
 @contextlib.contextmanager
 def network(count: int) -> Iterator[dict[int, dict]]:
     """Each process a host of its own, h0, h1, ..., with an address on a bridge: what each needs to start there."""
@@ -312,7 +309,7 @@ RECOVERIES: dict[str, Callable[..., Recovered]] = {
     "kill -9 of a worker, supervised": by_supervisor(sends(signal.SIGKILL, "worker", job=True)),
     "kill -9 of process 0, supervised": by_supervisor(sends(signal.SIGKILL, "process 0", job=True)),
     "SIGSTOP of a worker, supervised": by_supervisor(sends(signal.SIGSTOP, "worker", job=True)),
-    "network of a worker cut for 15 to 30 s, supervised": by_supervisor(cut, NETWORK),
+    "network of a worker cut for 15 to 30 s, supervised": by_supervisor(cut, hosts=True),
     "SIGTERM to one, the same command again": by_command(sends(signal.SIGTERM, "any"), {0}),
     "kill -9 of all and a damaged newest checkpoint, the same command again": by_command(kill_all, {-9}),
     "disk full, the same command again": by_command(fill, {0, 1}),

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fault_table import ROOT, Run
+from fault_runs import ROOT, Run
 
 STEPS = 120
 MEASURED = re.compile(r"time|mfu.*|data_wait_share|.*_s|.*_bytes")  # figures of metrics.jsonl that differ from run to run

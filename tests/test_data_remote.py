@@ -19,7 +19,7 @@ from jaxtrain.data import corpus, loader, remote
 from jaxtrain.errors import UserError
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-from fault_table import Run  # noqa: E402
+from fault_runs import Run  # noqa: E402
 from kill_table import trained  # noqa: E402
 
 pytest.importorskip("s3fs")

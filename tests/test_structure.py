@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # another floor than its room, the longest name counts: facts that a config is checked against lie below, without jax; the check
 # of a config knows the limits of every room, the loop drives all of them.
 FLOORS = {
-    0: "errors config hardware page parallel.axes parallel.head_layout parallel.context_layout remat.activations "
+    0: "errors files config hardware page parallel.axes parallel.head_layout parallel.context_layout remat.activations "
     "pipeline.schedule model.attention.limits model.moe.limits model.layer_spec config.validate parity.shrink "
     "checkpoint.hf.config_json checkpoint.hf.family checkpoint.hf.families checkpoint.hf.rope checkpoint.hf.windows "
     "observe.loggers",

@@ -22,6 +22,7 @@ import ml_collections
 from jaxtrain.config import entries, values
 from jaxtrain.config.settings import RETIRED, SETTINGS
 from jaxtrain.config.suggest import nearest_key
+from jaxtrain.files import write_whole
 
 MOST_PROBLEMS, MOST_SIGNS = 100, 2000  # that are printed, and of one
 
@@ -114,9 +115,7 @@ def check(config: ml_collections.ConfigDict) -> list[str]:
 
 def save(config: ml_collections.ConfigDict, path: pathlib.Path) -> None:
     """Writes the resolved config as JSON, atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def read(path: pathlib.Path) -> ml_collections.ConfigDict:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jaxtrain.data import files, remote
 from jaxtrain.data.shards import AGAIN, FORMAT, INDEX, Mapped, Shard, Store, map_shard
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_whole
 
 _log = logging.getLogger(__name__)
 _PART = 16 << 20  # bytes of one request
@@ -44,9 +45,7 @@ def write_index(folder: pathlib.Path, tokenizer: Mapping[str, Any], shards: Sequ
         "counts": dict(counts),
         "shards": [vars(s) for s in shards],
     }
-    temporary = folder / f"{INDEX}.tmp"
-    temporary.write_text(json.dumps(facts, indent=1) + "\n")
-    os.replace(temporary, folder / INDEX)
+    write_whole(folder / INDEX, json.dumps(facts, indent=1) + "\n")
 
 
 def is_folder(path: str) -> bool:

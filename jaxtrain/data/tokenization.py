@@ -33,6 +33,7 @@ from jaxtrain.data.records import Input, find_inputs
 from jaxtrain.data.shards import INDEX, SUFFIX, Shard, Writer, read_header
 from jaxtrain.data.tokenizers import Tokenizer, get_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_whole
 
 JOB, SKIPPED, HELD_OUT = "job.json", "skipped_records.jsonl", "held_out"
 SHARD_TOKENS = 1 << 25
@@ -134,9 +135,7 @@ def _begin(output: pathlib.Path, job: dict[str, Any]) -> int:
     if not path.exists():
         if others := [entry.name for entry in output.iterdir() if entry.suffix != ".tmp"]:
             raise UserError(f"{output} is not empty ({others[0]}) and no tokenizing was begun in it; choose another folder")
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(job, indent=1) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(job, indent=1) + "\n")
         return job["bytes"]
     try:
         begun = json.loads(path.read_text())

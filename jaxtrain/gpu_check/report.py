@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.files import write_whole
 from jaxtrain.gpu_check.records import FAILED, MEASURED, OFF, OK, SKIPPED, Row
 from jaxtrain.page import pieces as page
 from jaxtrain.page.pieces import Table
@@ -76,9 +77,7 @@ class Report:
     def write(self) -> None:
         """Writes gpu_check.json and gpu_check.html, each whole or not at all."""
         for name, text in (("gpu_check.json", json.dumps(self.as_json(), indent=1)), ("gpu_check.html", render(self))):
-            temporary = self.folder / f"{name}.tmp"
-            temporary.write_text(text)
-            temporary.replace(self.folder / name)
+            write_whole(self.folder / name, text)
 
 
 def number(value: Any) -> str:

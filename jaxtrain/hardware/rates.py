@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_whole
 
 
 # Where the defaults are from. None was measured here, but product_ceiling: 788 TFLOP/s for a product of 8192^3 on an H200.
@@ -115,11 +116,9 @@ def save(path: str | os.PathLike, measured: Measured) -> None:
     if wrong := _problems(data):
         raise ValueError("; ".join(wrong))
     path = pathlib.Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, indent=1))
-        temporary.replace(path)
+        write_whole(path, json.dumps(data, indent=1))
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 

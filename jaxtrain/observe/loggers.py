@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtrain.files import write_whole
+
 FILE = "loggers.json"
 WAITING_ROWS = 1000  # at most, for a logger that is slow
 HANGS_S = 120.0  # in one call: then it is given up
@@ -170,7 +172,5 @@ def _remembered(workdir: pathlib.Path, name: str, make: Callable[[], str]) -> st
             known = {}
         if name not in known:
             known[name] = make()
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(known) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, json.dumps(known) + "\n")
     return known[name]

@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import pathlib
 import socket
 import struct
@@ -22,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_whole
 from jaxtrain.observe.loggers import Background
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def write_summary(workdir: str | pathlib.Path, values: Mapping[str, Any]) -> pat
     path = pathlib.Path(workdir) / "summary.json"
     with _user_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps(plain(values), indent=2, allow_nan=False) + "\n")
+        write_whole(path, json.dumps(plain(values), indent=2, allow_nan=False) + "\n")
     return path
 
 
@@ -209,7 +209,7 @@ def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
         _log.warning("%s: dropped %d unreadable line%s", path, broken, "s" if broken > 1 else "")
     kept = [line for row, line in rows if row is not None and row["step"] <= resume_step and resume_step]
     if len(kept) != len(lines) or broken:
-        _replace(path, "".join(line + "\n" for line in kept))
+        write_whole(path, "".join(line + "\n" for line in kept))
     counted = (row for line in reversed(kept) if isinstance((row := _parse(line) or {}).get("tokens"), int))
     return next(counted, {})
 
@@ -220,20 +220,6 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 @contextlib.contextmanager

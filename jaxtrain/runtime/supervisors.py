@@ -24,8 +24,8 @@ from jaxtrain.config import ConfigError
 from jaxtrain.errors import Stopped, UserError
 from jaxtrain.runtime import control, hub
 from jaxtrain.runtime.cluster import SUPERVISED, Processes
+from jaxtrain.runtime.stop import SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NOT_AGAIN = {2: "a wrong setting", 130: "Ctrl-C"}  # exit codes after which another try makes no sense
 LOST = 1  # in place of an exit code: the connection to the supervisor is lost
 RETRY_S, LONGEST_DELAY_S, MARGIN_S = 2.0, 60.0, 10.0

@@ -17,6 +17,7 @@ import ml_collections
 
 from jaxtrain.checkpoint.choice import on_first
 from jaxtrain.errors import UserError
+from jaxtrain.files import write_whole
 from jaxtrain.train.saving import Keeper
 from jaxtrain.train.spikes import Bad, Spikes
 from jaxtrain.train.start import Start
@@ -107,9 +108,7 @@ class Recovery:
 
     def _write(self) -> None:
         def write() -> str:
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._done), encoding="utf-8")
-            temporary.replace(self._path)
+            write_whole(self._path, json.dumps(self._done))
             return ""
 
         on_first(write)

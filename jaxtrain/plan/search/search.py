@@ -21,6 +21,7 @@ import ml_collections
 
 import jaxtrain
 from jaxtrain.config import ConfigError
+from jaxtrain.files import write_whole
 from jaxtrain.plan import compile
 from jaxtrain.plan.search import candidates
 from jaxtrain.plan.search.advice import Change, changed
@@ -167,9 +168,7 @@ def _read(path: pathlib.Path) -> Result:
 
 def _write(path: pathlib.Path, result: Result) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(result)))
-    temporary.replace(path)
+    write_whole(path, json.dumps(dataclasses.asdict(result)))
 
 
 def _compiled(config, topology, candidate: Candidate) -> Result:
