@@ -135,7 +135,9 @@ def test_clock_of_this_machine_does_not_matter(tmp_path, fast, monkeypatch):
 @pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"process": "x"}', "\x00\xff"])
 def test_lock_that_cannot_be_read_counts_as_one_from_elsewhere(tmp_path, fast, content):
     (tmp_path / lock.FILE).write_text(content)
+    begun = time.monotonic()
     with WorkdirLock(tmp_path) as held:
+        assert time.monotonic() - begun > 1, "it waits for a sign of life"
         held.require_held()
 
 

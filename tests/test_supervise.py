@@ -109,6 +109,18 @@ def test_all_start_again_together_at_another_port(tmp_path):
     assert "process 1: exit code 137" in run.said() and "killed" in run.said(2)
 
 
+def test_a_request_for_a_profile_reaches_the_job_and_ends_nothing(tmp_path):
+    body = """
+        signal.signal(signal.SIGUSR2, lambda *_: (print("asked", flush=True), save(4)))
+        print("ready", flush=True)
+        while not (workdir / "checkpoints/4").exists(): time.sleep(0.05)
+        """
+    run = Supervised(tmp_path, body).start()
+    run.wait_for("ready")
+    run.processes[0].send_signal(signal.SIGUSR2)
+    assert run.codes() == [0] and len(run.tries()) == 1 and "asked" in run.said(), run.said()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_reaches_the_job_and_ends_all(tmp_path, name):

@@ -24,7 +24,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.errors import Stopped, UserError
 from jaxtrain.runtime import control, hub
 from jaxtrain.runtime.cluster import SUPERVISED, Processes
-from jaxtrain.runtime.stop import SIGNALS
+from jaxtrain.runtime.stop import PROFILE, SIGNALS
 
 NOT_AGAIN = {2: "a wrong setting", 130: "Ctrl-C"}  # exit codes after which another try makes no sense
 LOST = 1  # in place of an exit code: the connection to the supervisor is lost
@@ -228,6 +228,7 @@ class _Member:
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._pass_on, number, me)
+        loop.add_signal_handler(PROFILE, self._signal_job, PROFILE)  # its own affair
         while True:
             try:
                 reader = await self._connect(host, port, loop.time() + self.job.wait_s)
@@ -310,12 +311,15 @@ class _Member:
 
     def _pass_on(self, number: signal.Signals, me: asyncio.Task) -> None:
         self.asked = "Ctrl-C" if number == signal.SIGINT else number.name
-        if self.child:
-            _signal_group(self.child, number)
+        self._signal_job(number)
         if self.met and self.writer:
             hub.send(self.writer, stopped=f"{self.asked} to process {self.processes.index}")
         elif not self.child:
             me.cancel()
+
+    def _signal_job(self, number: int) -> None:
+        if self.child:
+            _signal_group(self.child, number)
 
 
 async def _copy(source: asyncio.StreamReader, sink: Any, log: pathlib.Path) -> None:
