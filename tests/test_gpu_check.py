@@ -278,7 +278,7 @@ def test_collectives_compile_for_gpus():
     ]
     text = compile_together(setup, [(p.function, p.arguments) for p in every]).as_text()
     for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"):
-        assert f" {kind}-start(" in text, kind
+        assert f" {kind}-start(" in text or f" {kind}(" in text, kind  # from XLA of jax 0.12 on: alone, nothing is asynchronous
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ async def _report(processes: Processes, text: str) -> None:
     if processes.index == 0:
         others = hub.Hub(processes.count, 0, REPORT_S, REPORT_S)
         others.heard, others.ending = {0}, {"ended": f"process 0 ({name}) failed: {text}", "own_error": True}
-        async with await asyncio.start_server(others.serve, bind_addresses(host), port):
+        async with hub.serving(others.serve, bind_addresses(host), port):
             await others.await_latecomers()
         return
     reader, writer = await hub.connect(host, port, asyncio.get_running_loop().time() + REPORT_S)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 LINE_LIMIT = 1 << 26
@@ -61,6 +63,21 @@ async def connect(host: str, port: int, deadline: float) -> tuple[asyncio.Stream
             if left < 0.3:
                 raise error if error.strerror or str(error) else OSError("no answer") from None
             await asyncio.sleep(0.2)
+
+
+@contextlib.asynccontextmanager
+async def serving(serve: Callable[..., Coroutine[Any, Any, None]], hosts: Sequence[str], port: int) -> AsyncIterator[None]:
+    """Listens as long as the context lasts. Connections that are open at its end are not waited for.
+
+    From Python 3.12 on `async with server` waits for them: one silent peer would hold the process for ever.
+
+    Raises OSError: the port cannot be listened at.
+    """
+    server = await asyncio.start_server(serve, hosts, port)
+    try:
+        yield
+    finally:
+        server.close()
 
 
 def differences(facts: list[dict[str, Any]], names: list[str]) -> list[str]:

@@ -74,12 +74,12 @@ async def supervise(job: Job, processes: Processes) -> int:
     if processes.index:
         return await member.take_part(host, port)
     leader = _Leader(job, processes)
-    try:
-        own = control.bind_addresses(host)
-        server = await asyncio.start_server(leader.serve, own, port)
-    except OSError as error:
-        raise UserError(f"supervise: cannot listen at {processes.coordinator}: {error.strerror or error}") from error
-    async with server:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            own = control.bind_addresses(host)
+            await stack.enter_async_context(hub.serving(leader.serve, own, port))
+        except OSError as error:
+            raise UserError(f"supervise: cannot listen at {processes.coordinator}: {error.strerror or error}") from error
         leading = asyncio.create_task(leader.lead())
         try:
             return await member.take_part(own[0], port)
