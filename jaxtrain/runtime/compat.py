@@ -19,6 +19,7 @@ from unittest import mock
 
 import jax
 from jax._src.lru_cache import LRUCache
+from jax.experimental import serialize_executable
 
 log = logging.getLogger("jaxtrain.runtime")
 _NEVER_S = 7 * 86_400
@@ -126,9 +127,16 @@ def collective_flags(seconds: int) -> dict[str, int]:
     }
 
 
-def run_once_options(platform: str) -> dict[str, object]:
+def cpu_options(level: int) -> dict[str, Any]:
+    """Compiler options of programs for CPUs: LLVM optimizes at this level, without its expensive passes, and loops are made as
+    XLA makes them by itself up to 0.10. Steps are as fast as with XLA's own options, and are compiled in half the time."""
+    older = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+    return {"xla_backend_optimization_level": level, "xla_llvm_disable_expensive_passes": True} | older
+
+
+def run_once_options(platform: str) -> dict[str, Any]:
     """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
-    return {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+    return cpu_options(0) if platform == "cpu" else {}
 
 
 def kernel_cache(file: str) -> dict[str, Any]:
@@ -197,3 +205,22 @@ def lowering_for(compute_capability: str) -> Iterator[None]:
             found = gpu_info.GpuInfo(gpu_version=None, arch_name=compute_capability, compute_capability=number)
             stack.enter_context(mock.patch.object(gpu_info, "get_gpu_info", lambda: found))
         yield
+
+
+def lowered_with(lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """What a lowered program is to be compiled with, beside its text: compiler options, and the numbers of its devices."""
+    options, devices = lowered._lowering._compiler_options_kvs, lowered._lowering._device_list
+    return {"options": dict(options), "devices": [device.id for device in devices]}
+
+
+def serialized(compiled: jax.stages.Compiled) -> bytes:
+    """A compiled program, to be loaded by `load_executable`."""
+    return serialize_executable.serialize(compiled)[0]
+
+
+def load_executable(data: bytes, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """The compiled program of `serialized`, for the devices it is lowered for. A pickle: only for trusted bytes."""
+    devices = list(lowered._lowering._device_list)
+    return serialize_executable.deserialize_and_load(
+        data, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
+    )
