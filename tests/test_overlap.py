@@ -1,4 +1,4 @@
-"""The overlap settings as XLA flags: the user's own win, unknown ones are left out with a note; CPUs have options of their own."""
+"""The overlap settings as XLA flags: the user's own win, unknown ones are left out with a note; CPUs have others."""
 
 import logging
 

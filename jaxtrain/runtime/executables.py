@@ -58,7 +58,7 @@ class Folder:
         if differ := [f"{key}: {there} there, {here} here" for key, (there, here) in pairs.items() if there != here]:
             cure = "its programs cannot run here; export them anew, or leave it empty"
             raise UserError("\n  ".join([f"{self.setting}: {cure}", *differ]))
-        control.agree({f"{MANIFEST} of runtime.executables": hashlib.sha256(text.encode()).hexdigest()[:16]})
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def find(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         """The compiled program; None, with a warning, where the folder has another one of its name, or none.
@@ -93,6 +93,7 @@ def use(config: ml_collections.ConfigDict, devices: np.ndarray) -> None:
     """Takes programs for a mesh's devices from `config.runtime.executables` from now on; from nowhere where that is empty."""
     global _folder
     _folder = Folder(config.runtime.executables, config, devices) if config.runtime.executables else None
+    control.agree({f"runtime.executables: digest of {MANIFEST}": _folder.digest if _folder else "none"})
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
