@@ -58,7 +58,7 @@ def compiler_options(config: ml_collections.ConfigDict, platform: str, gpu: Gpu 
     """XLA options of the programs of a model on a platform; for CPUs, those that make them quickly."""
     by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
     if platform not in ("gpu", "cuda"):
-        return {name: value for name, value in compat.cpu_options(1).items() if name not in by_user}
+        return {name: value for name, value in compat.cpu_options().items() if name not in by_user}
     options = {}
     for name, value in (flags(config.overlap, gpu) | (DETERMINISTIC if config.runtime.deterministic else {})).items():
         if name in by_user:

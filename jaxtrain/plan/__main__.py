@@ -26,12 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", default="", help="also write the whole plan to this file")
     parser.add_argument("--html", default="", help="also write a page to this file, to be opened in a browser")
     parser.add_argument("--compare", default="", help="KEY or KEY=A,B,C: plan each value of a setting, in one table")
-    parser.add_argument(
-        "--export",
-        default="",
-        help="compile for --topology, or without it for the devices of this machine, and write the programs to this folder, "
-        "from where a run takes them with --config.runtime.executables",
-    )
+    parser.add_argument("--export", default="", help="write compiled programs to this folder, for runtime.executables of a run")
     parser.add_argument("--advise_s", type=float, default=20.0, help="time for compiling alternatives, in seconds; 0: none")
     parser.add_argument(
         "--rates", default="", help="file of rates measured on this GPU, for the times; without it: planned ones"

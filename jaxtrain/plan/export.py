@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pathlib
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
+from jax.experimental.serialize_executable import serialize
 
 from jaxtrain.errors import UserError
 from jaxtrain.model.batch import Batch
@@ -38,25 +38,28 @@ def export(config: ml_collections.ConfigDict, folder: pathlib.Path, topology: co
 
     Raises UserError where the folder cannot be written or there is no such device, ConfigError for a config that does not fit.
     """
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(0, "not writable by this user")
-    except OSError as error:
-        raise UserError(f"--export={folder}: {error.strerror}") from error
+        tempfile.TemporaryFile(dir=folder).close()
     programs = {}
     with _compiling_for(config, topology) as (devices, platforms, options):
         program = build_program(config, mesh.build(config, devices))
         for function, arguments in programs_of(program):
             lowered = function.trace(*arguments).lower(lowering_platforms=platforms)
             began, (name, key) = time.monotonic(), executables.identity(lowered)
-            programs[key] = name, compat.serialized(lowered.compile(compiler_options=options))
+            programs[key] = name, serialize(lowered.compile(compiler_options=options))[0]
             log.info("%s: compiled in %.1f s, %.1f MB", name, time.monotonic() - began, len(programs[key][1]) / 1e6)
+    with _writing(folder):
+        executables.save(folder, config, programs, program.layout.mesh.devices)
+    return [name for name, _ in programs.values()]
+
+
+@contextlib.contextmanager
+def _writing(folder: pathlib.Path) -> Iterator[None]:
     try:
-        executables.save(folder, config, programs, np.array(program.layout.mesh.devices))
+        yield
     except OSError as error:
         raise UserError(f"--export={folder}: cannot be written: {error.strerror}") from error
-    return [name for name, _ in programs.values()]
 
 
 def programs_of(program: Program) -> list[tuple[jax.stages.Wrapped, tuple]]:

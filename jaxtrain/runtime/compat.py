@@ -130,17 +130,17 @@ def collective_flags(seconds: int) -> dict[str, int]:
     }
 
 
-def cpu_options(level: int) -> dict[str, Any]:
-    """Compiler options of programs for CPUs: LLVM optimizes at this level, without its expensive passes; loops are made as XLA
-    makes them by itself up to 0.10; and a program is cut into no more parts than there are cores for, of which each costs."""
+def cpu_options() -> dict[str, Any]:
+    """Compiler options of programs for CPUs: without expensive passes of LLVM; loops as XLA makes them by itself up to 0.10;
+    and a program is cut into no more parts than there are cores for, each of which costs."""
     older = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
-    parts = {SPLIT: max(1, machine.usable_cores() // 2)}  # half of them: a run compiles two programs at a time
-    return {"xla_backend_optimization_level": level, "xla_llvm_disable_expensive_passes": True} | older | parts
+    parts = max(1, machine.usable_cores() // 2)  # half of them: a run compiles two programs at a time
+    return {"xla_llvm_disable_expensive_passes": True, SPLIT: parts} | older
 
 
 def run_once_options(platform: str) -> dict[str, Any]:
     """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
-    return cpu_options(0) if platform == "cpu" else {}
+    return cpu_options() | {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
 
 
 def kernel_cache(file: str) -> dict[str, Any]:
@@ -211,21 +211,14 @@ def lowering_for(compute_capability: str) -> Iterator[None]:
         yield
 
 
-def lowered_with(lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """What a lowered program is to be compiled with, beside its text: compiler options, and the numbers of its devices."""
-    options, devices = lowered._lowering._compiler_options_kvs, lowered._lowering._device_list
-    options = {name: value for name, value in options if name != SPLIT}  # it changes how long compiling takes, nothing else
+def lowered_with(lowered: Any) -> dict[str, Any]:
+    """What a `jax.stages.Lowered` is to be compiled with, beside its text: compiler options, and the numbers of its devices."""
+    options, devices = dict(lowered._lowering._compiler_options_kvs), lowered._lowering._device_list
+    options.pop(SPLIT, None)  # it changes how long compiling takes, nothing else
     return {"options": options, "devices": [device.id for device in devices]}
 
 
-def serialized(compiled: jax.stages.Compiled) -> bytes:
-    """A compiled program, to be loaded by `load_executable`."""
-    return serialize_executable.serialize(compiled)[0]
-
-
-def load_executable(data: bytes, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """The compiled program of `serialized`, for the devices it is lowered for. A pickle: only for trusted bytes."""
-    devices = list(lowered._lowering._device_list)
-    return serialize_executable.deserialize_and_load(
-        data, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
-    )
+def load_executable(data: bytes, lowered: Any) -> jax.stages.Compiled:
+    """The program that jax has serialized, on the devices it is lowered for (`jax.stages.Lowered`). A pickle: to be trusted."""
+    trees, devices = (lowered.in_tree, lowered.out_tree), list(lowered._lowering._device_list)
+    return serialize_executable.deserialize_and_load(data, *trees, devices[0].client, devices)
