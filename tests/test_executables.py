@@ -83,7 +83,8 @@ def lowered(**changes):
 
 
 def test_settings_that_are_in_no_program_do_not_matter(exported):
-    assert lowered(runtime__executables=exported, optimizer__learning_rate=1e-4, train__num_steps=9)
+    found = lowered(runtime__executables=exported, optimizer__learning_rate=1e-4, train__num_steps=9)
+    assert len(found.runtime_executable().hlo_modules()) == 1, "which a recorded step is shown beside"
 
 
 @pytest.mark.parametrize(
