@@ -1,11 +1,11 @@
 """Our train step beside MaxText's, torch's and one written by hand in jax: the same model, batch, weights and machine.
 
     python scripts/bench/compare.py --config=configs/bench_tiny.py --out=DIR [--systems=jaxtrain,plain_jax,torch,maxtext]
-        [--rounds=5] [--steps=20] [--torch-python=PATH] [--maxtext-python=PATH] [--maxtext=CHECKOUT] [--config.a.b=VALUE ...]
+        [--rounds=5] [--steps=20] [--torch-python=PATH] [--maxtext-python=PATH] [--config.a.b=VALUE ...]
 
-Every round starts each system once, in a process of its own, in shuffled order; a run is 1 + --steps steps, each waited for. Ratios
-are between runs of one round, so that a machine whose speed drifts does not favour one. DIR gets results.json, table.md and
-ratios.png after each round. Systems that are not installed are named, the others run.
+Every round starts each system once, in a process of its own, in shuffled order; a run is 1 + --steps steps, each waited for.
+Ratios are between runs of one round, so that a machine whose speed drifts does not favour one. DIR gets results.json, table.md
+and ratios.png after each round. Systems that are not installed are named, the others run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--systems", default="jaxtrain,plain_jax,torch,maxtext", help=f"of {', '.join(SYSTEMS)}; ratios are to the first")
+    parser.add_argument("--systems", default="jaxtrain,plain_jax,torch,maxtext", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each system (default 5)")
     parser.add_argument("--steps", type=int, default=20, help="steps to time after the first (default 20)")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the results")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     _, args = load_config(arguments, parser)
     systems = args.systems.split(",")
     problems = [f"--systems: no system {name!r}; there are {', '.join(SYSTEMS)}" for name in systems if name not in SYSTEMS]
-    problems += [f"--{name}={value}: must be at least 1" for name, value in (("rounds", args.rounds), ("steps", args.steps)) if value < 1]
+    problems += [f"--{name}={n}: must be at least 1" for name in ("rounds", "steps") if (n := getattr(args, name)) < 1]
     if len(set(systems)) != len(systems):
         problems.append(f"--systems={args.systems}: names a system twice")
     if (args.out / "problem").exists() or (args.out / "results.json").exists():
@@ -115,7 +115,8 @@ def compare(systems: Sequence[str], args: argparse.Namespace) -> None:
                 print(f"round {number + 1}  {name:<14} failed: {why}", flush=True)
                 continue
             results["runs"].append({"system": name, "round": number} | found)
-            print(f"round {number + 1}  {name:<14} {found['step_median_s']:.4f} s a step, load {found['load_average']:.1f}", flush=True)
+            text = f"{found['step_median_s']:.4f} s a step, load {found['load_average']:.1f}"
+            print(f"round {number + 1}  {name:<14} {text}", flush=True)
         (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         if results["runs"]:
             (args.out / "table.md").write_text(report.table(results))
@@ -126,7 +127,7 @@ def compare(systems: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def environment(name: str, args: argparse.Namespace) -> dict[str, str]:
-    """Variables of a system's process: its own package where it needs one, a GPU's memory as it is used."""
+    """Variables of a system's process: where its package is, if it is not an installed one."""
     paths = {"jaxtrain": HERE.parents[1], "maxtext": args.maxtext and args.maxtext / "src"}
     return os.environ | ({"PYTHONPATH": str(paths[name])} if paths.get(name) else {})
 
@@ -134,7 +135,7 @@ def environment(name: str, args: argparse.Namespace) -> dict[str, str]:
 def absent(name: str, args: argparse.Namespace) -> str:
     """How to get a system that is not installed; "" for one that is."""
     system = SYSTEMS[name]
-    probe = f"import importlib.util, sys\nfor n in {system.imports.split(', ')!r}: __import__(n)" if system.imports else ""
+    probe = f"import {system.imports}" if system.imports else ""
     try:
         done = subprocess.run([getattr(args, system.python, sys.executable), "-c", probe], env=environment(name, args),
                               capture_output=True, text=True, check=False)  # fmt: skip
@@ -149,14 +150,14 @@ def run(name: str, facts: dict, args: argparse.Namespace) -> tuple[dict, str]:
     system, file = SYSTEMS[name], args.out / "run.json"
     file.unlink(missing_ok=True)
     python = getattr(args, system.python, sys.executable)
-    launcher, extra = [python], os.environ
+    launcher = [python]
     if "torch" in name and facts["platform"] == "gpu":
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={facts['devices']}"]
     given = args.settings if name == "jaxtrain" else [f"--problem={args.out / 'problem'}", *system.flags]
-    extra = environment(name, args) | ({"JAX_PLATFORMS": "cpu"} if facts["platform"] == "cpu" else {})
+    variables = environment(name, args) | ({"JAX_PLATFORMS": "cpu"} if facts["platform"] == "cpu" else {})
     started = time.monotonic()
     line = [*launcher, str(HERE / system.script), *given, f"--steps={args.steps}", f"--json={file}"]
-    done = subprocess.run(line, env=extra, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, env=variables, capture_output=True, text=True, check=False)
     if done.returncode or not file.exists():
         return {}, f"exit code {done.returncode}, {last_line(done.stderr)}"
     found = json.loads(file.read_text())

@@ -1,7 +1,7 @@
 """MaxText's own train step (0.2.5, Python 3.12) on the problem's model; batch, rates and initial weights come from the problem.
 
-MaxText trains queries' weights divided by sqrt(head_dim); the initial ones are put so. The first loss is that of the others; later ones
-differ a little, as Adam's steps do not shrink with a weight.
+MaxText trains queries' weights divided by sqrt(head_dim), and the initial ones are put so. The first loss is that of the
+others; later ones differ a little: Adam's steps do not shrink with a weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import maxtext_utils, model_creation_utils, sharding
 
-REMAT = {"full": "full", "dots": "minimal", "mlp": "save_dot_except_mlpwi"}  # of our policies; others: minimal, which keeps most
+REMAT = {"full": "full", "mlp": "save_dot_except_mlpwi"}  # of memory.remat; any other: minimal, which keeps all products
 
 
 def settings(c: dict, facts: dict, shape: tuple[int, int], steps: int, folder: str) -> dict:
@@ -40,8 +40,9 @@ def settings(c: dict, facts: dict, shape: tuple[int, int], steps: int, folder: s
         "dtype": facts["compute_dtype"], "weight_dtype": "float32",
         "attention": "cudnn_flash_te" if gpu and facts["compute_dtype"] == "bfloat16" else "dot_product",
         "remat_policy": REMAT.get(facts["remat"], "minimal"), "ici_fsdp_parallelism": -1,
-        "opt_type": "adamw", "adam_b1": o["b1"], "adam_b2": o["b2"], "adam_eps": o["eps"], "adam_weight_decay": o["weight_decay"],
-        "adamw_mask": "['.*norm.*']", "gradient_clipping_threshold": o["clip_norm"], "learning_rate": o["learning_rate"],
+        "opt_type": "adamw", "adam_b1": o["b1"], "adam_b2": o["b2"], "adam_eps": o["eps"],
+        "adam_weight_decay": o["weight_decay"], "adamw_mask": "['.*norm.*']",
+        "gradient_clipping_threshold": o["clip_norm"], "learning_rate": o["learning_rate"],
         "dataset_type": "synthetic", "enable_checkpointing": False, "skip_jax_distributed_system": True, "packing": False,
         "log_config": False,
     }  # fmt: skip

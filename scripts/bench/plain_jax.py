@@ -31,7 +31,8 @@ def shapes(c: dict) -> dict:
     d, f, h, layers = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["num_hidden_layers"]
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
     of = {"norm1": (d,), "q": (d, q), "k": (d, kv), "v": (d, kv), "o": (q, d), "norm2": (d,), "gate": (d, f), "up": (d, f)}
-    found = {"embed": (c["vocab_size"], d), "norm": (d,), "layers": {k: (layers, *s) for k, s in (of | {"down": (f, d)}).items()}}
+    of["down"] = (f, d)
+    found = {"embed": (c["vocab_size"], d), "norm": (d,), "layers": {key: (layers, *shape) for key, shape in of.items()}}
     return found if c["tie_word_embeddings"] else found | {"head": (d, c["vocab_size"])}
 
 
@@ -97,12 +98,16 @@ def main() -> None:
 
     tree = shapes(c)
     where = jax.tree.map(place, tree, is_leaf=is_shape)
+
+    def random(path, shape):
+        normal = 0.02 * jax.random.normal(jax.random.key(len(shape)), shape)
+        return jnp.ones(shape) if "norm" in path[-1].key else normal
+
     if weights := args.problem.weights:
         params = jax.device_put(read(weights, c), where)
     else:
-        def random(shape):
-            return jnp.ones(shape) if shape[-1:] == shape[1:] or len(shape) == 1 else jax.random.normal(jax.random.key(0), shape) * 0.02
-        params = jax.jit(lambda: jax.tree.map(random, tree, is_leaf=is_shape), out_shardings=where)()
+        init = lambda: jax.tree_util.tree_map_with_path(random, tree, is_leaf=is_shape)  # noqa: E731
+        params = jax.jit(init, out_shardings=where)()
     decays = jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in path[-1].key, params)
     adamw = optax.adamw(lambda count: rates[count], o["b1"], o["b2"], o["eps"], weight_decay=o["weight_decay"], mask=decays)
     tx = optax.chain(optax.clip_by_global_norm(o["clip_norm"]), adamw) if o["clip_norm"] else adamw

@@ -95,13 +95,11 @@ def refusals(config) -> list[str]:
         "runtime.num_processes": 0,
     }
     found = {key: config[key.split(".")[0]][key.split(".")[1]] for key in wanted}
-    problems = [f"{key}={found[key]}: the systems are compared with {key}={value}" for key, value in wanted.items()
-                if found[key] != value]  # fmt: skip
-    padding = config.model.vocab_size % config.model.vocab_pad_multiple
-    if padding:
-        problems.append(f"model.vocab_size={config.model.vocab_size}: would be padded here and not elsewhere; choose a multiple "
-                        f"of model.vocab_pad_multiple={config.model.vocab_pad_multiple}")  # fmt: skip
-    return problems
+    text = "{0}={1}: the systems are compared with {0}={2}"
+    problems = [text.format(key, found[key], value) for key, value in wanted.items() if found[key] != value]
+    size, multiple = config.model.vocab_size, config.model.vocab_pad_multiple
+    padded = f"model.vocab_size={size}: would be padded here alone; choose a multiple of model.vocab_pad_multiple={multiple}"
+    return problems + [padded] * (size % multiple > 0)
 
 
 if __name__ == "__main__":

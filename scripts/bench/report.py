@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 95% for 1, 2, ... degrees of freedom; 2.26 beyond
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # two-sided 95% for 1 to 9 degrees
 LOSSES_ALIKE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative; where systems begin with the same weights
 FIRST_ALONE = ("maxtext",)  # whose later losses differ by design: maxtext_step.py says why
 
 
 def ratios(results: dict[str, Any], figure: str) -> dict[str, list[float]]:
-    """A system's figure over the first system's of the same round, round by round; rounds that lack either are left out."""
-    by = {(run["system"], run["round"]): run[figure] for run in results["runs"]}
-    names = list(dict.fromkeys(name for name in order(results)))
+    """A system's figure over that of `order`'s first in the same round, round by round; rounds without both are left out."""
+    by, names = {(run["system"], run["round"]): run[figure] for run in results["runs"]}, order(results)
     rounds = sorted({number for _, number in by})
     return {name: [by[name, n] / by[names[0], n] for n in rounds if (name, n) in by and (names[0], n) in by] for name in names}
 
@@ -52,7 +51,7 @@ def differences(results: dict[str, Any]) -> list[str]:
         if facts["shared_weights"]:
             pairs = list(zip(first[name]["losses"], first[names[0]]["losses"], strict=True))
             pairs = pairs[:1] if name in FIRST_ALONE else pairs
-            most = max(abs(a - b) / abs(b) for a, b in pairs)
+            most = np.max([abs(a - b) / abs(b) for a, b in pairs])  # NaN if one is
             if not most <= LOSSES_ALIKE[facts["compute_dtype"]]:
                 found.append(f"losses of {name} differ by {most:.1e} from those of {names[0]}")
     return found
@@ -68,7 +67,8 @@ def table(results: dict[str, Any]) -> str:
     processor = ratios(results, "step_cpu_median_s")
     for name in order(results):
         runs = [run for run in results["runs"] if run["system"] == name]
-        middle = {key: float(np.median([run[key] for run in runs])) for key, value in runs[0].items() if isinstance(value, float | int)}
+        numbers = [key for key, value in runs[0].items() if isinstance(value, float | int)]
+        middle = {key: float(np.median([run[key] for run in runs])) for key in numbers}
         versions = [f"{key} {value}" for key, value in runs[0]["versions"].items() if key in ("jax", "torch", "maxtext")]
         row = [
             f"{name} ({', '.join(sorted(versions, reverse=True))})",
@@ -83,8 +83,9 @@ def table(results: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(row)} |")
     rounds, load = 1 + max(run["round"] for run in results["runs"]), [run["load_average"] for run in results["runs"]]
     unlike = differences(results)
-    alike = f"Not alike: {'; '.join(unlike)}." if unlike else "Parameters and losses are alike." if facts["shared_weights"] else (
-        "Parameters are alike; the model is too large for shared initial weights, losses are not compared.")  # fmt: skip
+    alike = f"Not alike: {'; '.join(unlike)}." if unlike else "Parameters and losses are alike."
+    if not unlike and not facts["shared_weights"]:
+        alike = "Parameters are alike; the model is too large for shared initial weights, losses are not compared."
     return "\n".join(
         [
             f"{facts['machine']}; {facts['parameters']:,} parameters, {results['runs'][0]['tokens_per_step']:,} tokens a step, "

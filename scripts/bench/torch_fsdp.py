@@ -1,7 +1,7 @@
 """transformers' LlamaForCausalLM in a torch loop: AdamW, clipping; on GPUs FSDP2 (`fully_shard`) with bfloat16 products.
 
-compare.py starts a process per GPU by torch.distributed.run. On a CPU it is one process, without FSDP. `memory.remat=full` turns
-checkpointing on; transformers has no other kind, so that any other policy recomputes nothing.
+compare.py starts a process per GPU by torch.distributed.run. On a CPU it is one process, without FSDP. `memory.remat=full`
+turns checkpointing on; transformers has no other kind, so that any other policy recomputes nothing.
 """
 
 from __future__ import annotations
