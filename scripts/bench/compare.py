@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 
 import report
+from problem import refusals
 
 from jaxtrain.command_line import command, load_config, split_overrides
 from jaxtrain.config import ConfigError
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--torch-python", default=sys.executable, help="interpreter that has torch; default: this one")
     parser.add_argument("--maxtext-python", default=sys.executable, help="interpreter that has MaxText; default: this one")
     parser.add_argument("--maxtext", type=pathlib.Path, help="a checkout of MaxText, instead of the installed package")
-    _, args = load_config(arguments, parser)
+    config, args = load_config(arguments, parser)
     systems = args.systems.split(",")
     problems = [f"--systems: no system {name!r}; there are {', '.join(SYSTEMS)}" for name in systems if name not in SYSTEMS]
     problems += [f"--{name}={n}: must be at least 1" for name in ("rounds", "steps") if (n := getattr(args, name)) < 1]
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
         problems.append(f"--out={args.out}: has results already; name another folder")
     if args.maxtext and not (args.maxtext / "src" / "maxtext").is_dir():
         problems.append(f"--maxtext={args.maxtext}: has no src/maxtext; name a checkout of MaxText")
-    if problems:
+    if problems := problems + refusals(config):
         raise ConfigError(problems)
     overrides, _ = split_overrides(parser.parse_known_args(arguments)[1])
     args.settings = [f"--config={args.config}", *(f"--config.{key}={value}" for key, value in overrides)]
@@ -100,8 +101,10 @@ def compare(systems: Sequence[str], args: argparse.Namespace) -> None:
         print(f"{name:<14} missing: {why}", flush=True)
     systems = [name for name in systems if name not in missing]
     made = ["problem.py", *args.settings, f"--steps={args.steps}", f"--out={problem}"]
-    if subprocess.run([sys.executable, HERE / made[0], *made[1:]], check=False).returncode or not systems:
-        raise UserError("the problem could not be written, as said above" if systems else "no system is installed")
+    if not systems:
+        raise UserError("none of these systems is installed")
+    if subprocess.run([sys.executable, HERE / made[0], *made[1:]], check=False).returncode:
+        raise UserError("the problem could not be written, as said above")
     facts = json.loads((problem / "problem.json").read_text())
     results = {"command": sys.argv, "problem": facts, "missing": missing, "failed": {}, "runs": []}
     order = random.Random(args.seed)

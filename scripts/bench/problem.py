@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxtrain.checkpoint.hf import config_json
 from jaxtrain.command_line import command, load_config
 from jaxtrain.config import ConfigError
 
@@ -27,21 +28,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, required=True, help="steps after the first")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to make")
     config, args = load_config(arguments, parser)
-    problems = refusals(config)
-    if problems:
+    if problems := refusals(config):
         raise ConfigError(problems)
     import jax
 
     from jaxtrain.checkpoint import arrays
-    from jaxtrain.checkpoint.hf import config_json, writing
+    from jaxtrain.checkpoint.hf import writing
     from jaxtrain.parallel import mesh
     from jaxtrain.runtime import machine, startup
     from jaxtrain.train.optimizer import learning_rate
     from jaxtrain.train.program import build_program, random_batch
 
-    description = config_json.to_json(config.model, "float32", {})
-    if description["architectures"] != ["LlamaForCausalLM"]:
-        raise ConfigError([f"model: is a {description['architectures'][0]}; only LlamaForCausalLM is what all systems have"])
     startup.initialize(config)
     program = build_program(config, mesh.build(config))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         writing.write(export, args.out / "model", args.out)
     else:
         (args.out / "model").mkdir()
-        (args.out / "model" / config_json.NAME).write_text(json.dumps(description))
+        (args.out / "model" / config_json.NAME).write_text(json.dumps(config_json.to_json(config.model, "float32", {})))
     keys = ("learning_rate", "b1", "b2", "eps", "weight_decay", "clip_norm")
     facts = {
         "parameters": count,
@@ -81,7 +78,7 @@ class InMemory:
 
 
 def refusals(config) -> list[str]:
-    """Settings that not all systems have; each with what they have."""
+    """What of a config not all systems have, each with what they have. Raises ConfigError for a model of no known family."""
     wanted = {
         "train.accumulation_steps": 1,
         "train.z_loss": 0.0,
@@ -96,7 +93,9 @@ def refusals(config) -> list[str]:
     }
     found = {key: config[key.split(".")[0]][key.split(".")[1]] for key in wanted}
     text = "{0}={1}: the systems are compared with {0}={2}"
-    problems = [text.format(key, found[key], value) for key, value in wanted.items() if found[key] != value]
+    architecture = config_json.to_json(config.model, "float32", {})["architectures"][0]
+    problems = [f"model: is a {architecture}; the systems have LlamaForCausalLM"] * (architecture != "LlamaForCausalLM")
+    problems += [text.format(key, found[key], value) for key, value in wanted.items() if found[key] != value]
     size, multiple = config.model.vocab_size, config.model.vocab_pad_multiple
     padded = f"model.vocab_size={size}: would be padded here alone; choose a multiple of model.vocab_pad_multiple={multiple}"
     return problems + [padded] * (size % multiple > 0)
