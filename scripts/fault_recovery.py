@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from fault_runs import ROOT, Run, clean
 
-STEPS, SAVE_EVERY = 160, 20
+STEPS, SAVE_EVERY = 120, 20
 SETTINGS = dict(train__num_steps=STEPS, checkpoint__save_every_steps=SAVE_EVERY, train__log_every_steps=10)
 SUPERVISE = [sys.executable, "-m", "jaxtrain.supervise", "--max-restarts=2", "--"]
 # CLOCK_REALTIME of a process that has it loaded is ahead by so many seconds as the file $CLOCK_AHEAD has bytes, in days.
@@ -248,12 +248,14 @@ def clock(folder: pathlib.Path) -> dict:
 
 
 def jump(run: Run, count: int, rng: random.Random) -> str:
-    """The clock of the last process goes ahead by days, and back."""
-    days = rng.randrange(1, 400)
-    (run.folder / "ahead").write_bytes(bytes(days))
-    time.sleep(rng.uniform(1, 3))
-    (run.folder / "ahead").write_bytes(b"")
-    return f"{days} days ahead, and back"
+    """The clock of the last process goes ahead by days, and back, again and again: saves are among what it befalls."""
+    for _ in range(4):
+        days = rng.randrange(1, 400)
+        (run.folder / "ahead").write_bytes(bytes(days))
+        time.sleep(rng.uniform(1, 3))
+        (run.folder / "ahead").write_bytes(b"")
+        time.sleep(rng.uniform(0, 1))
+    return f"four times up to 400 days ahead, and back, at last {days}"
 
 
 @contextlib.contextmanager

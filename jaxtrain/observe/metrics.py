@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.files import write_whole
+from jaxtrain.files import parse_object, read_json_lines, write_whole
 from jaxtrain.observe.loggers import Background
 
 _log = logging.getLogger(__name__)
@@ -115,9 +115,7 @@ def read_rows(workdir: str | pathlib.Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in order, [] if there is no file. Torn lines are left out. Raises UserError."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
     with _user_errors(path, "read"):
-        if not path.exists():
-            return []
-        return [row for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if (row := _parse(line))]
+        return [row for row in read_json_lines(path) if isinstance(row.get("step"), int)]
 
 
 def plain(value: Any) -> Any:
@@ -215,11 +213,8 @@ def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    row = parse_object(line)
+    return row if row is not None and isinstance(row.get("step"), int) else None
 
 
 @contextlib.contextmanager
