@@ -68,6 +68,9 @@ def fork(arguments: list[str], log: pathlib.Path, env: dict[str, str], cwd: path
 
 
 def _serve() -> None:
+    from jaxtrain.runtime.chatter import load_jax
+
+    load_jax()  # without what its libraries print
     for name in MODULES:
         __import__(name)
     warnings.simplefilter("ignore")  # JAX warns of forks: once it computes, it has threads. Here it has not begun

@@ -188,7 +188,9 @@ def sends(number: int, victim: str, job: bool = False) -> Callable[[Run, int, ra
 
 
 def kill_all(run: Run, count: int, rng: random.Random) -> str:
-    """The power goes."""
+    """The power goes, once there is a checkpoint to fall back on when the newest is damaged."""
+    while len(run.checkpoints()) < 2:
+        time.sleep(0.01)
     for index in range(count):
         run.signal(index, signal.SIGKILL)
     return ""
@@ -270,6 +272,8 @@ def network(count: int) -> Iterator[dict[int, dict]]:
     def remove() -> None:
         for id in ids:
             subprocess.run(["ip", "netns", "del", id], check=False, stderr=subprocess.DEVNULL)
+            # What ended a moment ago may still hold the namespace, and its end of the link with it.
+            subprocess.run(["ip", "link", "del", id], check=False, stderr=subprocess.DEVNULL)
             shutil.rmtree(f"/etc/netns/{id}", ignore_errors=True)
         subprocess.run(["ip", "link", "del", "jtbridge"], check=False, stderr=subprocess.DEVNULL)
 

@@ -16,8 +16,9 @@ import math
 import pathlib
 import socket
 import struct
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
@@ -170,8 +171,9 @@ class _Events:
     """
 
     def __init__(self, folder: pathlib.Path, resume_step: int):
-        from tensorboardX.proto import event_pb2, summary_pb2
-        from tensorboardX.record_writer import masked_crc32c
+        with _absent("boto3", "google.cloud.storage"):  # a second of imports, for events in a cloud's storage
+            from tensorboardX.proto import event_pb2, summary_pb2
+            from tensorboardX.record_writer import masked_crc32c
 
         self._event, self._scalar, self._checksum = event_pb2.Event, summary_pb2.Summary.Value, masked_crc32c
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
@@ -195,6 +197,18 @@ class _Events:
         length = struct.pack("<Q", len(data))
         checksums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
         self._file.write(b"".join((length, next(checksums), data, next(checksums))))
+
+
+@contextlib.contextmanager
+def _absent(*modules: str) -> Iterator[None]:
+    """Within it, modules that are not loaded yet are not to be had."""
+    hidden = set(modules) - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
