@@ -22,6 +22,7 @@ import jax
 import ml_collections
 
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.runtime import compat
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,10 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any
 
 
 def compiler_options(config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """XLA options of the programs of a model on a platform; none for CPUs."""
-    if platform not in ("gpu", "cuda"):
-        return {}
+    """XLA options of the programs of a model on a platform; for CPUs, those that make them quickly."""
     by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
+    if platform not in ("gpu", "cuda"):
+        return {name: value for name, value in compat.cpu_options().items() if name not in by_user}
     options = {}
     for name, value in (flags(config.overlap, gpu) | (DETERMINISTIC if config.runtime.deterministic else {})).items():
         if name in by_user:
