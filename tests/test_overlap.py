@@ -24,9 +24,10 @@ def options(platform="cuda", gpu=None, **changes):
 def test_each_setting_reaches_its_flag():
     assert options(platform="cpu") == {}
     default = options()
-    assert default["xla_gpu_enable_latency_hiding_scheduler"] is True and len(default) == 9, "this jax knows them all"
+    assert default["xla_gpu_enable_latency_hiding_scheduler"] is True and len(default) == 10, "this jax knows them all"
+    early = "xla_gpu_experimental_collective_start_as_early_as_possible"
+    assert options(latency_hiding=False) == default | {"xla_gpu_enable_latency_hiding_scheduler": False, early: False} != default
     for setting, value, name in [
-        ("latency_hiding", False, "xla_gpu_enable_latency_hiding_scheduler"),
         ("memory_limit_percent", 60, "xla_gpu_memory_limit_slop_factor"),
         ("parallel_collectives", 4, "xla_gpu_experimental_parallel_collective_overlap_limit"),
         ("double_buffering", True, "xla_gpu_enable_while_loop_double_buffering"),

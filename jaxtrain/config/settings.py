@@ -136,7 +136,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "combine_mib": Setting(
             0, "On GPUs: collectives of a block are combined up to this size (reduce-scatters a quarter); 0: by the GPU.", low=0
         ),
-        "parallel_collectives": Setting(2, "On GPUs: how many collectives may be under way at a time.", low=1),
+        "parallel_collectives": Setting(3, "On GPUs: how many collectives may be under way at a time.", low=1),
         "double_buffering": Setting(
             False, "On GPUs: the layer loops are unrolled twice, which saves copies of fetched weights and costs memory."
         ),

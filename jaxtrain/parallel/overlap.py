@@ -40,6 +40,9 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any
     combine = settings.combine_mib or COMBINE_MIB.get(gpu.compute_capability if gpu else "", DEFAULT_COMBINE_MIB)
     return {
         "xla_gpu_enable_latency_hiding_scheduler": settings.latency_hiding,
+        # XLA by itself starts a collective when just enough seems to be left to hide it, and rates the links too high: the
+        # gradients of a block then come late.
+        "xla_gpu_experimental_collective_start_as_early_as_possible": settings.latency_hiding,
         "xla_gpu_memory_limit_slop_factor": settings.memory_limit_percent,
         "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives,
         "xla_gpu_enable_while_loop_double_buffering": settings.double_buffering,
