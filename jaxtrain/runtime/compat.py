@@ -126,6 +126,17 @@ def collective_flags(seconds: int) -> dict[str, int]:
     }
 
 
+def profile_guided(function: Any, runs: int) -> Any:
+    """A jitted function whose first runs are timed by jax's profiler, and which is then compiled with these times (PGLE)."""
+    from jax._src import config
+
+    def call(*arguments):
+        with config.enable_pgle(True), config.pgle_profiling_runs(runs):
+            return function(*arguments)
+
+    return call
+
+
 def run_once_options(platform: str) -> dict[str, object]:
     """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
     return {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
