@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import pathlib
 import sys
@@ -140,6 +141,7 @@ def command(function: Callable[[Sequence[str]], None], arguments: Sequence[str] 
 
     of_a_run: whether the command may be one process of several: then an error before they are connected is told, too.
     """
+    gc.set_threshold(100_000, 50, 1000)  # tracing makes many objects that stay: looking for garbage among them takes seconds
     code, text = 0, ""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:

@@ -1,10 +1,12 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files of lines that a killed process may have left unfinished."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
+from typing import Any
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
@@ -23,3 +25,23 @@ def write_whole(path: pathlib.Path, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The objects of a file with one in each line, [] without the file. Lines that hold none, as a torn last one, are left out.
+
+    Raises OSError: the file is there and cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [row for line in lines if (row := parse_object(line)) is not None]
+
+
+def parse_object(line: str) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is not one."""
+    with contextlib.suppress(ValueError):
+        if isinstance(row := json.loads(line), dict):
+            return row
+    return None

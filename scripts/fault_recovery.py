@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from fault_runs import ROOT, Run, clean
 
-STEPS, SAVE_EVERY = 160, 20
+STEPS, SAVE_EVERY = 120, 20
 SETTINGS = dict(train__num_steps=STEPS, checkpoint__save_every_steps=SAVE_EVERY, train__log_every_steps=10)
 SUPERVISE = [sys.executable, "-m", "jaxtrain.supervise", "--max-restarts=2", "--"]
 # CLOCK_REALTIME of a process that has it loaded is ahead by so many seconds as the file $CLOCK_AHEAD has bytes, in days.
@@ -188,7 +188,9 @@ def sends(number: int, victim: str, job: bool = False) -> Callable[[Run, int, ra
 
 
 def kill_all(run: Run, count: int, rng: random.Random) -> str:
-    """The power goes."""
+    """The power goes, once there is a checkpoint to fall back on when the newest is damaged."""
+    while len(run.checkpoints()) < 2:
+        time.sleep(0.01)
     for index in range(count):
         run.signal(index, signal.SIGKILL)
     return ""
@@ -248,12 +250,14 @@ def clock(folder: pathlib.Path) -> dict:
 
 
 def jump(run: Run, count: int, rng: random.Random) -> str:
-    """The clock of the last process goes ahead by days, and back."""
-    days = rng.randrange(1, 400)
-    (run.folder / "ahead").write_bytes(bytes(days))
-    time.sleep(rng.uniform(1, 3))
-    (run.folder / "ahead").write_bytes(b"")
-    return f"{days} days ahead, and back"
+    """The clock of the last process goes ahead by days, and back, again and again: saves are among what it befalls."""
+    for _ in range(4):
+        days = rng.randrange(1, 400)
+        (run.folder / "ahead").write_bytes(bytes(days))
+        time.sleep(rng.uniform(1, 3))
+        (run.folder / "ahead").write_bytes(b"")
+        time.sleep(rng.uniform(0, 1))
+    return f"four times up to 400 days ahead, and back, at last {days}"
 
 
 @contextlib.contextmanager
@@ -268,6 +272,8 @@ def network(count: int) -> Iterator[dict[int, dict]]:
     def remove() -> None:
         for id in ids:
             subprocess.run(["ip", "netns", "del", id], check=False, stderr=subprocess.DEVNULL)
+            # What ended a moment ago may still hold the namespace, and its end of the link with it.
+            subprocess.run(["ip", "link", "del", id], check=False, stderr=subprocess.DEVNULL)
             shutil.rmtree(f"/etc/netns/{id}", ignore_errors=True)
         subprocess.run(["ip", "link", "del", "jtbridge"], check=False, stderr=subprocess.DEVNULL)
 

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fault_forks import fork
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHATTER = ("[Gloo]",)
 SMALL: dict[str, object] = {
@@ -62,8 +64,8 @@ class Run:
         for index in range(count):
             mine = changes | (own or {}).get(index, {})
             home, entry, special = mine.pop("cwd", folder), mine.pop("entry", ""), mine.pop("variables", {})
-            command = [*mine.pop("prefix", [])]
-            command += [sys.executable, *(["-c", ENTRY.format(entry)] if entry else ["-m", "jaxtrain.main"])]
+            prefix = mine.pop("prefix", [])
+            command = ["-c", ENTRY.format(entry)] if entry else ["-m", "jaxtrain.main"]
             command += [f"--config={mine.pop('config', ROOT / 'configs/tiny.py')}"]
             command += mine.pop("arguments", [f"--workdir={folder}/run"])
             command += [f"--config.{key}={value}" for key, value in mine.items()]
@@ -72,9 +74,14 @@ class Run:
                 variables |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
                 variables["JAX_PROCESS_ID"] = str(index)
             self.logs.append(folder / f"process{index}.log")
-            with open(self.logs[-1], "wb") as log:
-                options = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-                self.processes.append(subprocess.Popen(command, env=kept | variables | special, cwd=home, **options))
+            variables = kept | variables | special
+            if prefix or any(not name.startswith("JAX_") for name in special):  # another program, source or library
+                with open(self.logs[-1], "wb") as log:
+                    options = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                    full = [*prefix, sys.executable, *command]
+                    self.processes.append(subprocess.Popen(full, env=variables, cwd=home, **options))
+            else:
+                self.processes.append(fork(command, self.logs[-1], variables, home))
 
     def lines(self, index: int) -> list[str]:
         return [line for line in self.logs[index].read_text(errors="replace").splitlines() if not line.startswith(CHATTER)]

@@ -187,6 +187,20 @@ def test_saving_goes_on_in_the_background(tmp_path, monkeypatch):
     checkpointer.close()
 
 
+def test_a_clock_that_jumps_during_a_save_ends_nothing(tmp_path, monkeypatch):
+    """Orbax counts its limit for a save by the time of day."""
+    real, ahead_s = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    go_on, write = threading.Event(), checkpoint_files.write_process_checksums
+    monkeypatch.setattr(checkpoint_files, "write_process_checksums", lambda *args: (go_on.wait(30), write(*args)))
+    with Checkpointer(tmp_path, 1) as checkpointer:
+        checkpointer.save(1, make_state(1), FACTS)
+        time.sleep(0.5)
+        ahead_s = 400 * 86_400
+        go_on.set()
+    assert saved_steps(tmp_path) == [1]
+
+
 def test_should_save():
     assert [step for step in range(8) if Checkpointer("unused", 0).should_save(step, last=True)] == []
     checkpointer = object.__new__(Checkpointer)

@@ -203,7 +203,7 @@ def test_the_cuda_plugin_knows_the_time_limits():
     code = """
         import jax
         from jaxtrain.plan import compile
-        startup._set_time_limits(1234)
+        startup.set_time_limits(1234)
         where = jax.sharding.SingleDeviceSharding(compile.describe("h200", 1, 1)[0])
         traced = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((), "f4", sharding=where))
         lowered = traced.lower(lowering_platforms=("cuda",))

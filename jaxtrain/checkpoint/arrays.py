@@ -22,6 +22,9 @@ import numpy as np
 
 from jaxtrain.checkpoint import files
 
+# Orbax's limit for a save, which it counts by the time of day: 30 years, so that neither a clock that jumps nor slow storage
+# ends a run. Who waits for a dead or frozen process is told by the control channel; a hang is a step that takes too long.
+SAVE_TIMEOUT_S = 30 * 365 * 86_400
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # of the file system, the array store, the other processes
 _log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ def open_writer(before_commit: Callable[[], None]) -> Any:
         registry.add(item, ocp.args.PyTreeSave, _handler_class()(use_compression=False))
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(handler_registry=registry),
-        async_options=ocp.options.AsyncOptions(post_finalization_callback=before_commit),
+        async_options=ocp.options.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, post_finalization_callback=before_commit),
     )
 
 

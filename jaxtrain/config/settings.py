@@ -350,6 +350,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "start runs the same. auto: WORKDIR/compile_cache, unless JAX_COMPILATION_CACHE_DIR is set; empty: none.",
             location=True,
         ),
+        "executables": Setting(
+            "",
+            "Folder of programs compiled ahead (jaxtrain.plan --export), loaded where they fit; only one that you trust.",
+            location=True,
+        ),
         "deterministic": Setting(
             False,
             "On GPUs: XLA's deterministic operations alone, so that steps repeat bit for bit on as many GPUs of the same kind; "

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import ConfigError
-from jaxtrain.runtime import compat
+from jaxtrain.runtime import compat, executables
 
 log = logging.getLogger(__name__)
 FILE, LONGEST = "compile_log.jsonl", 3
@@ -29,7 +29,11 @@ _PHASES = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_s",
     "/jax/core/compile/backend_compile_duration": "compile_s",
 }
-_ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
+_CAME = {  # from where a program came, by the last of these events before the end of its compilation
+    "/jax/compilation_cache/compile_requests_use_cache": "miss",
+    "/jax/compilation_cache/cache_hits": "hit",
+    executables.LOADED: "executables",
+}
 
 
 class CompileLog:
@@ -56,13 +60,14 @@ class CompileLog:
         """One line: how many programs so far, the longest of them, how many from the cache."""
         with self._lock:
             rows = sorted(self.rows, key=lambda row: -row["seconds"])
-        total, hits = sum(row["seconds"] for row in rows), sum(row["cache"] == "hit" for row in rows)
+        total, came = sum(row["seconds"] for row in rows), collections.Counter(row["cache"] for row in rows)
         longest = ", ".join(f"{row['program']} {row['seconds']:.1f} s" for row in rows[:LONGEST])
-        return f"{len(rows)} programs in {total:.1f} s, {hits} from the cache; longest: {longest} ({FILE})"
+        loaded = f", {came['executables']} loaded (runtime.executables)" * bool(came["executables"])
+        return f"{len(rows)} programs in {total:.1f} s, {came['hit']} from the cache{loaded}; longest: {longest} ({FILE})"
 
     def _happened(self, event: str, **_: Any) -> None:
-        if event in (_ASKED, _HIT):
-            self._cache[threading.get_ident()] = "hit" if event == _HIT else "miss"
+        if event in _CAME:
+            self._cache[threading.get_ident()] = _CAME[event]
 
     def _took(self, event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
         if event not in _PHASES:
@@ -146,12 +151,12 @@ def differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) 
 
 
 def together(name: str, function: jax.stages.Wrapped, meet: Callable[[], None]) -> Callable[..., Any]:
-    """A `Once` that is compiled at its first call; `meet`: waits for the other processes' compilation."""
+    """A `Once` that is compiled, or loaded, at its first call; `meet`: waits for the other processes' compilation."""
     ready: list[Once] = []
 
     def call(*arguments: Any) -> Any:
         if not ready:
-            ready.append(Once(name, function, function.lower(*arguments).compile()))
+            ready.append(Once(name, function, executables.compiled(function.lower(*arguments))))
             meet()
         return ready[0](*arguments)
 

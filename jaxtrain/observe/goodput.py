@@ -6,11 +6,12 @@ end of the last, without the time between a finished try and a later one that go
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
+from jaxtrain.files import read_json_lines
 from jaxtrain.observe.clock import FILE, FINISHED, NOTHING_TO_DO, PHASES, STEP
 
 LOST, DOWN = "lost_steps", "down_time"
@@ -86,19 +87,12 @@ class Goodput:
 def read_tries(workdir: str | pathlib.Path) -> list[Try]:
     """The tries of a workdir in order, without those that found nothing to do; [] where none were recorded."""
     found: dict[float, Try] = {}
-    try:
-        lines = (pathlib.Path(workdir) / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            began, _ = row["began"], (row["t"], row["s"], row["step"], row["open"])
-        except (ValueError, TypeError, KeyError):  # what a killed process has not finished writing
-            continue
-        one = found.setdefault(began, Try(began, [], {}, ""))
-        one.rows.append(row)
-        one.facts, one.end = one.facts | row.get("facts", {}), row.get("end", one.end)
+    with contextlib.suppress(OSError):
+        for row in read_json_lines(pathlib.Path(workdir) / FILE):
+            if {"began", "t", "s", "step", "open"} <= row.keys():
+                one = found.setdefault(row["began"], Try(row["began"], [], {}, ""))
+                one.rows.append(row)
+                one.facts, one.end = one.facts | row.get("facts", {}), row.get("end", one.end)
     return [one for one in sorted(found.values(), key=lambda one: one.began) if one.end != NOTHING_TO_DO]
 
 

@@ -16,12 +16,13 @@ import math
 import pathlib
 import socket
 import struct
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.files import write_whole
+from jaxtrain.files import parse_object, read_json_lines, write_whole
 from jaxtrain.observe.loggers import Background
 
 _log = logging.getLogger(__name__)
@@ -115,9 +116,7 @@ def read_rows(workdir: str | pathlib.Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in order, [] if there is no file. Torn lines are left out. Raises UserError."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
     with _user_errors(path, "read"):
-        if not path.exists():
-            return []
-        return [row for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if (row := _parse(line))]
+        return [row for row in read_json_lines(path) if isinstance(row.get("step"), int)]
 
 
 def plain(value: Any) -> Any:
@@ -172,8 +171,9 @@ class _Events:
     """
 
     def __init__(self, folder: pathlib.Path, resume_step: int):
-        from tensorboardX.proto import event_pb2, summary_pb2
-        from tensorboardX.record_writer import masked_crc32c
+        with _absent("boto3", "google.cloud.storage"):  # a second of imports, for events in a cloud's storage
+            from tensorboardX.proto import event_pb2, summary_pb2
+            from tensorboardX.record_writer import masked_crc32c
 
         self._event, self._scalar, self._checksum = event_pb2.Event, summary_pb2.Summary.Value, masked_crc32c
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
@@ -199,6 +199,18 @@ class _Events:
         self._file.write(b"".join((length, next(checksums), data, next(checksums))))
 
 
+@contextlib.contextmanager
+def _absent(*modules: str) -> Iterator[None]:
+    """Within it, modules that are not loaded yet are not to be had."""
+    hidden = set(modules) - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
     """Drops rows of steps after `resume_step`; returns the last of the others that has "tokens", {} if none has."""
     if not path.exists():
@@ -215,11 +227,8 @@ def _drop_rows(path: pathlib.Path, resume_step: int) -> dict[str, Any]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    row = parse_object(line)
+    return row if row is not None and isinstance(row.get("step"), int) else None
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import ml_collections
 from jaxtrain.config import ConfigError
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.parallel.sharding import STATE_AXES, Layout
+from jaxtrain.runtime import compat
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +74,18 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None, chained: bool = 
 def compiler_options(
     config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None, layout: Layout | None = None
 ) -> dict[str, Any]:
-    """XLA options of the programs of a model on a platform; none for CPUs. Raises ConfigError for what this jax cannot do."""
+    """XLA options of the programs of a model on a platform; for CPUs, those that make them quickly.
+
+    Raises ConfigError for what this jax cannot do.
+    """
+    by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
     if platform not in ("gpu", "cuda"):
-        return {}
+        return {name: value for name, value in compat.cpu_options().items() if name not in by_user}
+    options = {}
     wanted = NCCL_BUFFERS[config.overlap.nccl_buffers]
     if missing := [name for name, value in wanted.items() if not _known(name, value)]:
         needs = f"overlap.nccl_buffers: {config.overlap.nccl_buffers} needs {missing[0]}"
         raise ConfigError([f"{needs}, which XLA of jax {jax.__version__} has not; set copied"])
-    by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
-    options = {}
     chained = bool(layout and layout.zero_stage and layout.size("data") > 1 and layout.size(*STATE_AXES) > 1)
     deterministic = DETERMINISTIC if config.runtime.deterministic else {}
     for name, value in (flags(config.overlap, gpu, chained) | wanted | deterministic).items():

@@ -10,6 +10,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+import ml_collections
+
 from jaxtrain import api
 from jaxtrain.command_line import command, folder, load_config, parser_of, require_ranges, writable
 from jaxtrain.runtime import chatter
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", default="", help="also write the whole plan to this file")
     parser.add_argument("--html", default="", help="also write a page to this file, to be opened in a browser")
     parser.add_argument("--compare", default="", help="KEY or KEY=A,B,C: plan each value of a setting, in one table")
+    parser.add_argument("--export", default="", help="write compiled programs to this folder, for runtime.executables of a run")
     parser.add_argument("--advise_s", type=float, default=20.0, help="time for compiling alternatives, in seconds; 0: none")
     parser.add_argument(
         "--rates", default="", help="file of rates measured on this GPU, for the times; without it: planned ones"
@@ -37,6 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     config, args = load_config(arguments, parser, required=not calibrates)
     if calibrates:
         return _calibrate(args.calibrate, args.rates)
+    if args.export:
+        return _export(config, args.export, args.topology)
     if not args.topology:
         parser.error("the following arguments are required: --topology")
     require_ranges(("--advise_s", args.advise_s, 0, None))
@@ -64,6 +69,18 @@ def main(arguments: Sequence[str]) -> None:
         json_file.write_text(json.dumps(data.as_json(plan, found), indent=1))
     if page_file:
         page_file.write_text(page.render(plan, found))
+
+
+def _export(config: ml_collections.ConfigDict, path: str, topology: str) -> None:
+    """Compiles programs ahead of a run and says where they are."""
+    target = folder("--export", path)
+    chatter.load_jax(config.observe.verbose)
+    from jaxtrain.observe.progress import setup_logging
+    from jaxtrain.plan import compile, export
+
+    setup_logging()
+    names = export.export(config, target, compile.parse_topology(topology) if topology else None)
+    print(f"Wrote {', '.join(names)} to {target}: the run takes them with --config.runtime.executables={target}")
 
 
 def _calibrate(workdirs: str, rates_file: str) -> None:

@@ -19,9 +19,13 @@ from unittest import mock
 
 import jax
 from jax._src.lru_cache import LRUCache
+from jax.experimental import serialize_executable
+
+from jaxtrain.runtime import machine
 
 log = logging.getLogger("jaxtrain.runtime")
 _NEVER_S = 7 * 86_400
+SPLIT = "xla_cpu_parallel_codegen_split_count"
 
 
 def devices_started() -> bool:
@@ -137,9 +141,17 @@ def profile_guided(function: Any, runs: int) -> Any:
     return call
 
 
-def run_once_options(platform: str) -> dict[str, object]:
+def cpu_options() -> dict[str, Any]:
+    """Compiler options of programs for CPUs: without expensive passes of LLVM; loops as XLA makes them by itself up to 0.10;
+    and a program is cut into no more parts than there are cores for, each of which costs."""
+    older = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+    parts = max(1, machine.usable_cores() // 2)  # half of them: a run compiles two programs at a time
+    return {"xla_llvm_disable_expensive_passes": True, SPLIT: parts} | older
+
+
+def run_once_options(platform: str) -> dict[str, Any]:
     """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
-    return {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+    return cpu_options() | {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
 
 
 def kernel_cache(file: str) -> dict[str, Any]:
@@ -208,3 +220,16 @@ def lowering_for(compute_capability: str) -> Iterator[None]:
             found = gpu_info.GpuInfo(gpu_version=None, arch_name=compute_capability, compute_capability=number)
             stack.enter_context(mock.patch.object(gpu_info, "get_gpu_info", lambda: found))
         yield
+
+
+def lowered_with(lowered: Any) -> dict[str, Any]:
+    """What a `jax.stages.Lowered` is to be compiled with, beside its text: compiler options, and the numbers of its devices."""
+    options, devices = dict(lowered._lowering._compiler_options_kvs), lowered._lowering._device_list
+    options.pop(SPLIT, None)  # it changes how long compiling takes, nothing else
+    return {"options": options, "devices": [device.id for device in devices]}
+
+
+def load_executable(data: bytes, lowered: Any) -> jax.stages.Compiled:
+    """The program that jax has serialized, on the devices it is lowered for (`jax.stages.Lowered`). A pickle: to be trusted."""
+    trees, devices = (lowered.in_tree, lowered.out_tree), list(lowered._lowering._device_list)
+    return serialize_executable.deserialize_and_load(data, *trees, devices[0].client, devices)

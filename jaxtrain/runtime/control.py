@@ -107,20 +107,6 @@ def count() -> int:
     return current.processes.count if current else 1
 
 
-def compiled_together(function: Any) -> Callable[..., Any]:
-    """A jitted function that is compiled at its first call, on all processes, before any of them runs it: collectives wait less
-    long for each other than compilations may differ."""
-    compiled = []
-
-    def call(*arguments):
-        if not compiled:
-            compiled.append(function.lower(*arguments).compile())
-            meet()
-        return compiled[0](*arguments)
-
-    return call
-
-
 def host_of(process: int) -> str:
     """The host that a process runs on, by name; without other processes, as in a plan, each is taken for a host of its own."""
     return current.hosts[process] if current and process < len(current.hosts) else f"host {process}"

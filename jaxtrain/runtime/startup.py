@@ -41,7 +41,7 @@ def initialize(config, workdir: pathlib.Path | None = None, pinned_bytes: Callab
     _choose_platform(settings)
     started = compat.devices_started()
     if not started:
-        _set_time_limits(settings.collective_timeout_s)
+        set_time_limits(settings.collective_timeout_s)
     _use_compile_cache(settings.compile_cache_dir, workdir)
     gpus = None if started else local_devices.choose(settings, _on_cpu())
     offloads = pinned_bytes and config.memory.offload  # alike in all processes, which tell each other what they need
@@ -101,7 +101,7 @@ def _choose_platform(settings) -> None:
         jax.config.update("jax_num_cpu_devices", fake)
 
 
-def _set_time_limits(seconds: int) -> None:
+def set_time_limits(seconds: int) -> None:
     """Sets XLA's limits for a device that waits for others. By default some are too short where devices come minutes after
     each other, as on few cores or on many hosts, and some are endless. What XLA_FLAGS says itself stays."""
     given = os.environ.get("XLA_FLAGS", "").split()

@@ -92,14 +92,18 @@ class Functions:
         """The moving average before the first step with these weights; () without one."""
         return averages.begin(subset(params, self._trainable)) if self.config.train.ema_decay else ()
 
+    def begin(self, params: Any) -> TrainState:
+        """The state before the first step with these weights."""
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, self.begin_optimizer(params), zero, zero, self.begin_ema(params))
+
     def init(self, seed: jax.Array | int) -> TrainState:
         """The state before the first step."""
         params = nnx.to_pure_dict(nnx.state(self._make(jax.random.key(seed)), nnx.Param))
         if self.layout.virtual_stages > 1:  # layers lie in the order of `Layout.layer_order`
             order = self.layout.layer_order(self.model.num_layers).ravel()
             params["blocks"] = jax.tree.map(lambda a: a[order], params["blocks"])
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, self.begin_optimizer(params), zero, zero, self.begin_ema(params))
+        return self.begin(params)
 
     def loss_and_grads(self, params: Any, batch: Batch, step: jax.Array) -> tuple[dict[str, jax.Array], Any]:
         """Metrics and mean gradients of a batch [M, b, T]: the step without its update."""

@@ -38,7 +38,7 @@ from jaxtrain.observe.progress import Progress, setup_logging
 from jaxtrain.parallel import mesh, topology
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.plan import preflight
-from jaxtrain.runtime import control, joining, machine, shared_folder, slow_steps, startup, stop
+from jaxtrain.runtime import control, executables, joining, machine, shared_folder, slow_steps, startup, stop
 from jaxtrain.train.diagnosis import Diagnosis
 from jaxtrain.train.evaluation import describe, evaluate, together
 from jaxtrain.train.optimizer import learning_rate
@@ -84,6 +84,7 @@ def _train(config, workdir: pathlib.Path, lock: WorkdirLock, clock: Clock, compi
     prints = {f"fingerprint of data ({name})": text[:16] for name, text in corpus.fingerprints.items()}
     control.agree(prints)
     program = build_program(config, mesh.build(config))
+    executables.use(config, program.layout.mesh.devices)
     _announce(config, program, corpus)
     start = Start(resolved(config, program), program, corpus.fingerprints, workdir)
     require_metric(config, list(corpus.eval))
@@ -393,7 +394,7 @@ def _compiled_and_begun(
 
 
 def _compile_step(program: Program) -> tuple[Any, float]:
-    """The train step, compiled once for the whole run, and the seconds that took."""
+    """The train step, compiled (or loaded) once for the whole run, and the seconds that took."""
     start = time.monotonic()
-    compiled = program.train_step.lower(*program.abstract_step_arguments()).compile()
+    compiled = executables.compiled(program.train_step.lower(*program.abstract_step_arguments()))
     return compiled, time.monotonic() - start

@@ -167,7 +167,9 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         dtype=f.execution.dtype,
         inventory=f.parameters,
         abstract_state=jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), jax.eval_shape(f.init, 0), f.state
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            jax.eval_shape(f.begin, f.parameters.tree("abstract")),
+            f.state,
         ),
         batch_shape=(count, rows // count, config.data.seq_len_tokens),
         batch_sharding=layout.sharding(("microbatch", "batch", "length"), "activation"),

@@ -29,7 +29,7 @@ from jaxtrain.config import setting
 from jaxtrain.config.changes import Change, changes, recorded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.axes import AXES
-from jaxtrain.runtime import control
+from jaxtrain.runtime import executables
 from jaxtrain.train.optimizer import learning_rate
 from jaxtrain.train.program import LAYER_ORDER, Program
 from jaxtrain.train.state import TrainState
@@ -72,7 +72,7 @@ class Start:
         source = self._config.checkpoint.init_from
         if not restored:
             source = self._taken = self._source()
-            state = control.compiled_together(self._program.init)(self._config.train.seed)
+            state = executables.compiled_together(self._program.init)(self._config.train.seed)
             if source:
                 jax.tree.map(lambda x: x.delete(), (state.params, state.ema))  # room for the others
                 state = dataclasses.replace(state, params=_weights_of(source, self._program, self._own))
@@ -115,7 +115,7 @@ class Start:
 
     def _begun(self, state: TrainState, fields: list[str]) -> TrainState:
         """The state, with these fields as they are before the first step with its weights."""
-        begin = {key: control.compiled_together(self._program.begin[key])(state.params) for key in fields}
+        begin = {key: executables.compiled_together(self._program.begin[key])(state.params) for key in fields}
         return dataclasses.replace(state, **begin)
 
     def record(self, step: int) -> None:

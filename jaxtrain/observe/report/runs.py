@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtrain.checkpoint import lock
 from jaxtrain.errors import UserError
+from jaxtrain.files import read_json_lines
 from jaxtrain.observe.clock import FINISHED
 from jaxtrain.observe.goodput import Goodput, Try, goodput, read_tries
 from jaxtrain.observe.metrics import read_rows
 
-LOCK, HISTORY = "run.lock", "config_history.jsonl"
-ALIVE_S = 60.0  # since a lock's time stamp was set; as `checkpoint.lock` judges it
+HISTORY = "config_history.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Run:
             found.append(Event(one.began, one.first_step, f"{begun}{f' ({where})' if where else ''}"))
             if number + 1 < len(self.tries) or not self.alive:
                 found.append(Event(one.ended, one.last_step, f"try {number + 1}: {how_it_ended(one.end)}"))
-        for line in _lines(self.path / HISTORY):
+        for line in read_json_lines(self.path / HISTORY):
             changes = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in line.get("changes", {}).items())
             found.append(Event(_unix(line.get("time")), line.get("step"), f"settings changed: {changes}"))
         skipped = 0.0
@@ -120,7 +121,7 @@ def read_runs(workdirs: Sequence[pathlib.Path]) -> list[Run]:
 def is_alive(workdir: pathlib.Path) -> bool:
     """Whether a process holds the workdir, by its lock."""
     try:
-        return time.time() - (workdir / LOCK).stat().st_mtime < ALIVE_S
+        return time.time() - (workdir / lock.FILE).stat().st_mtime < lock.DEAD_AFTER_S
     except OSError:
         return False
 
@@ -156,20 +157,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def _plan(workdir: pathlib.Path) -> dict[str, Any]:
     """What `python -m jaxtrain.plan --json=WORKDIR/plan.json` has left."""
     return next((found for path in sorted(workdir.glob("plan*.json")) if "verdict" in (found := read_json(path))), {})
-
-
-def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [line for line in found if isinstance(line, dict)]
 
 
 def _unix(text: Any) -> float | None:
