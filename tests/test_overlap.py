@@ -1,15 +1,18 @@
 """The overlap settings as XLA flags: the user's own win, unknown ones are left out with a note; CPUs have others."""
 
 import logging
+import math
 
 import jax
 import pytest
+import tiny
 
 from jaxtrain.config import ConfigError, default_config
 from jaxtrain.config.validate import problems
 from jaxtrain.hardware import gpus as hardware
 from jaxtrain.observe import compiles
 from jaxtrain.parallel import mesh, overlap
+from jaxtrain.parallel.sharding import make_layout
 from jaxtrain.plan import compile
 from jaxtrain.runtime import compat
 from jaxtrain.train import scoring
@@ -33,6 +36,23 @@ def test_each_setting_reaches_its_flag():
         ("double_buffering", True, "xla_gpu_enable_while_loop_double_buffering"),
     ]:
         assert options(**{setting: value}) == default | {name: value} != default
+
+
+def test_of_two_collectives_the_second_does_not_start_early():
+    """HSDP: gradients are scattered over fsdp, then summed over data. `data` alone, or `fsdp` alone: one collective."""
+    early = "xla_gpu_experimental_collective_start_as_early_as_possible"
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+    def found(**mesh_and_stage):
+        c = tiny.config(**mesh_and_stage)
+        layout = make_layout(c, mesh.build(c, jax.devices()[: math.prod(c.mesh.values())]))
+        flags = overlap.compiler_options(c, "cuda", None, layout)
+        return flags[early], flags[limit]
+
+    assert found(mesh__data=2, mesh__fsdp=2) == found(mesh__data=2, mesh__sequence=2) == (False, 2)
+    assert found(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=1, overlap__parallel_collectives=5) == (False, 5)
+    for one in (dict(mesh__fsdp=4), dict(mesh__data=4), dict(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=0)):
+        assert found(**one) == (True, 3)
 
 
 def test_nccl_buffers(monkeypatch):

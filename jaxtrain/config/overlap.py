@@ -27,7 +27,11 @@ OVERLAP: dict[str, Setting] = {
     "combine_mib": Setting(
         0, "On GPUs: collectives of a block are combined up to this size (reduce-scatters a quarter); 0: by the GPU.", low=0
     ),
-    "parallel_collectives": Setting(3, "On GPUs: how many collectives may be under way at a time.", low=1),
+    "parallel_collectives": Setting(
+        0,
+        "On GPUs: how many collectives may be under way at a time. 0: 3, but 2 where gradients go over data after fsdp.",
+        low=0,
+    ),
     "double_buffering": Setting(
         False, "On GPUs: the layer loops are unrolled twice, which saves copies of fetched weights and costs memory."
     ),

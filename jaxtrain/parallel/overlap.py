@@ -59,7 +59,7 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None, chained: bool = 
         # is left beside the first.
         "xla_gpu_experimental_collective_start_as_early_as_possible": settings.latency_hiding and not chained,
         "xla_gpu_memory_limit_slop_factor": settings.memory_limit_percent,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives or (2 if chained else 3),
         "xla_gpu_enable_while_loop_double_buffering": settings.double_buffering,
         "xla_gpu_all_gather_combine_threshold_bytes": combine << 20,
         "xla_gpu_all_reduce_combine_threshold_bytes": combine << 20,
