@@ -1,6 +1,6 @@
-"""Benchmark: a small Llama on one CPU device, the same shape as measured with other stacks. For scripts/bench_step.py.
+"""Benchmark: a small Llama on one CPU device, the same shape as measured with other stacks. For scripts/bench.
 
-    python scripts/bench_step.py --config=configs/bench_tiny.py
+    python scripts/bench/compare.py --config=configs/bench_tiny.py --out=DIR     # or step.py, ours alone
 
 Hardware   one CPU device, all cores
 Memory     planned, not measured: 16 bytes x 7.358e6 parameters = 0.12 GB

@@ -1,6 +1,8 @@
 """fp8 products: error bounds, dtypes, scales, training beside bfloat16, and what is refused."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,9 @@ from tiny import assert_close, batch, config, host, program
 from jaxtrain.config import ConfigError
 from jaxtrain.model import matmul_precision
 from jaxtrain.model.layers import _row_parallel
+from jaxtrain.parallel import parameters
 from jaxtrain.parallel.collectives import all_gather
-from jaxtrain.parallel.parameters import ComputeParameter
+from jaxtrain.parallel.parameters import ParameterSpec, ShardedParameter
 from jaxtrain.parallel.sharding import per_device
 from jaxtrain.parity.check import FP8
 from jaxtrain.plan import compile as compiler
@@ -61,9 +64,9 @@ def test_operands_are_e4m3_and_gradients_e5m2():
         [dot] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
         return [str(v.aval.dtype) for v in (*dot.invars, *dot.outvars)]
 
-    assert dtypes(None) == ["float8_e4m3fn", "float8_e4m3fn", "float32"]
-    assert dtypes(0) == ["float8_e5m2", "float8_e4m3fn", "float32"]
-    assert dtypes(1) == ["float8_e4m3fn", "float8_e5m2", "float32"]
+    assert dtypes(None) == ["float8_e4m3fn", "float8_e4m3fn", "bfloat16"]
+    assert dtypes(0) == ["float8_e5m2", "float8_e4m3fn", "bfloat16"]
+    assert dtypes(1) == ["float8_e4m3fn", "float8_e5m2", "bfloat16"]
 
 
 def test_one_row_or_column_does_not_touch_another():
@@ -134,12 +137,14 @@ MESHES = {
     "tensor 2 in ring steps": ({}, dict(mesh__tensor=2)),
     "tensor 4, replicated heads": ({}, dict(mesh__tensor=4, sharding__sequence_parallel=False, mesh__fsdp=2)),
     "sequence 4": ({}, dict(mesh__sequence=4, memory__remat="full")),
+    "weights gathered once": ({}, dict(mesh__fsdp=4, sharding__zero_stage=1, train__accumulation_steps=2)),
     "pipeline 2, gradients of weights later": (
         {},
         dict(mesh__pipeline=2, mesh__tensor=2, pipeline__schedule="zero_bubble", train__accumulation_steps=4),
     ),
     "experts": (EXPERTS, dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, memory__expert_buffer_factor=1.0)),
     "latent attention": (LATENT, dict(mesh__tensor=2, mesh__fsdp=2)),
+    "exceptions": (dict(precision__fp8_exclude=("qkv", "mlp_out")), dict(mesh__tensor=2, mesh__fsdp=2)),
 }
 
 
@@ -216,7 +221,9 @@ def test_row_parallel_outliers_reach_all_devices():
         layout = program(config(mesh__tensor=mesh, **changes)).layout
 
         def device(x, w, layout=layout):
-            y = _row_parallel(x, ComputeParameter(w), "BTF,DF->BTD", layout, matmul_precision.fp8)
+            spec = ParameterSpec(layout, ("embed", "mlp"), jnp.dtype("float8_e4m3fn"), True, row_parallel=True)
+            weight = spec.all_gather(ShardedParameter(spec.quantize(w)))
+            y = _row_parallel(x, weight, "BTF,DF->BTD", layout, matmul_precision.fp8)
             return (all_gather(layout, y, "tensor", 1) if layout.sequence_parallel else y,)
 
         run = per_device(layout, device, [("activation", ("batch", "length", "heads")), ("storage", ("embed", "mlp"))], [None])
@@ -224,6 +231,32 @@ def test_row_parallel_outliers_reach_all_devices():
     exact = np.einsum("BTF,DF->BTD", x, w)
     for found in results[1:]:
         np.testing.assert_allclose(found, results[0], rtol=0, atol=1e-6 * np.abs(exact).max(-1, keepdims=True).max())
+
+
+def gathered(mesh, row_parallel):
+    """The numbers and scales of a weight [D, F] as products take it, of all devices of `tensor` side by side."""
+    layout, dims = program(config(**mesh)).layout, ("embed", "mlp")
+    spec = ParameterSpec(layout, dims, jnp.dtype("float8_e4m3fn"), True, row_parallel=row_parallel)
+    w = np.random.default_rng(0).normal(size=(16, 64)) * 2.0 ** np.arange(16)[:, None] * 4.0 ** (np.arange(64) % 7)
+
+    def device(w):
+        found = spec.all_gather(ShardedParameter(spec.quantize(w))).value
+        joined = all_gather(layout, found.numbers.astype(jnp.float32), "tensor", 1)
+        return joined, found.scale if row_parallel else all_gather(layout, found.scale, "tensor", 1)
+
+    run = per_device(layout, device, [("storage", dims)], [None, None])
+    return [np.asarray(x) for x in jax.jit(run)(w.astype(np.float32))]
+
+
+@pytest.mark.parametrize("row_parallel", [False, True])
+def test_weights_are_quantized_alike_on_every_mesh(row_parallel, monkeypatch):
+    """To the bit, though each device quantizes its shard before the gather. The fault: scales of what the shard has."""
+    one, many = gathered({}, row_parallel), gathered(dict(mesh__fsdp=4, mesh__tensor=2), row_parallel)
+    assert one[1].shape == ((16, 1) if row_parallel else (1, 64)) and np.abs(one[0]).max() >= 128
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_array_equal(a, b)
+    monkeypatch.setattr(parameters, "pmax", lambda layout, x, *axes: x)
+    assert not np.array_equal(gathered(dict(mesh__fsdp=4, mesh__tensor=2), row_parallel)[0], one[0])
 
 
 @pytest.mark.slow
@@ -253,12 +286,66 @@ def test_what_cannot_be_honoured_is_refused():
         program(config(precision__products="fp8"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(precision__fp8_exclude=("down_proj",)), "unknown product 'down_proj'; known: qkv, .*; did you mean mlp_out"),
+        (dict(precision__fp8_exclude=("mlp_hiden",)), "did you mean mlp_hidden"),
+        (dict(precision__fp8_exclude=("lm_head",)), "fp8_exclude: lm_head is never in fp8"),
+        (dict(precision__fp8_exclude=("experts",)), "experts, but this model has none; it has qkv, attention_out, mlp_"),
+        (dict(precision__fp8_exclude=("qkv", "attention_out", "mlp_hidden", "mlp_out")), "leaves no product in fp8"),
+        (
+            dict(precision__products="compute", precision__fp8_exclude=("qkv",)),
+            "qkv means nothing with precision.products=compute",
+        ),
+        (dict(precision__fp8_recipe="delayed"), "fp8_recipe: delayed is not built .docs/performance.md"),
+        (EXPERTS | dict(model__num_shared_experts=0, precision__fp8_exclude=("mlp_out",)), "mlp_out, but this model has none"),
+        (EXPERTS | dict(runtime__experts="kernel"), "cannot honour precision.products=fp8 .precision.fp8_exclude=experts"),
+    ],
+)
+def test_exceptions_are_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        program(config(**{**FLOAT32, **changes}))
+
+
+@pytest.mark.parametrize(("exclude", "left"), [((), 14), (("qkv",), 8), (("mlp_hidden", "attention_out"), 8)])
+def test_excluded_products_stay_in_compute_dtype(exclude, left):
+    """Products of the forward: of the layers in the loop, and of the last one."""
+    p = program(config(**FLOAT32, precision__fp8_exclude=exclude, mesh__fsdp=2))
+    tokens = p.put_batch({key: value[0] for key, value in batch(p.config).items()}, p.eval_batch_sharding)
+    text = p.eval_step.lower(p.abstract_state.params, tokens).as_text()
+    assert len(re.findall(r"stablehlo.dot_general.*f8E4M3FN.*f8E4M3FN", text)) == left
+
+
 @pytest.mark.slow
 @needs_plugin
 @pytest.mark.plan
 def test_on_gpus():
-    c = config(mesh__fsdp=8, precision__products="fp8", precision__compute_dtype="bfloat16", model__head_dim=64)
+    """fp8 products, forward and both gradients of each; weights of blocks are gathered in half of the bytes of bfloat16."""
+    wide = dict(model__head_dim=64, model__embed_dim=256, model__mlp_dim=512)
+    sizes = dict(mesh__fsdp=8, precision__compute_dtype="bfloat16", **wide)
+    c = config(precision__products="fp8", **sizes)
     with pytest.raises(ConfigError, match="products: A100 80GB SXM has no fp8 products"):
         compiler.compile_step(c, "a100-80g:1x8")
-    text = compiler.compile_step(c, "h200:1x8").text
-    assert "f8e4m3fn[" in text and "f8e5m2[" in text
+    sent, products = {}, {}
+    for kind in ("compute", "fp8"):
+        compiled = compiler.compile_step(config(precision__products=kind, **sizes), "h200:1x8")
+        gathers = [x for x in compiled.collectives() if x.kind == "all-gather"]
+        sent[kind] = sum(x.executions * x.wire_bytes for x in gathers)
+        products[kind] = of_blocks(compiled.module)
+    assert any("u8" in x.dtype for x in gathers)
+    assert sent["fp8"] < 0.55 * sent["compute"]  # the head's and the embedding's bytes are as before
+    assert {dtype for found in products["compute"].values() for dtype in found} == {"bf16"}
+    for (name, backward), dtypes in products["fp8"].items():
+        assert dtypes == ({"f8e4m3fn", "f8e5m2"} if backward else {"f8e4m3fn"}), name
+    assert len(products["fp8"]) == 8
+
+
+def of_blocks(module):
+    """Dtypes of the operands of a block's products, by the name of what they are for, and whether in the backward."""
+    found = collections.defaultdict(set)
+    for dot in (x for x in module.nodes.values() if x.opcode == "dot"):
+        scope = re.search(r"\b(qkv|attention_out|mlp_hidden|mlp_out)\b", dot.op_name)
+        if scope:
+            found[scope[1], "transpose(" in dot.op_name] |= {module.nodes[x].arrays[0].dtype for x in dot.operands}
+    return found

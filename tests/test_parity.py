@@ -17,6 +17,7 @@ from jaxtrain.model import matmul_precision
 from jaxtrain.parallel import sharding
 from jaxtrain.parallel.head_layout import head_layout
 from jaxtrain.parallel.parameters import ParameterSpec
+from jaxtrain.parallel.quantized import Quantized
 from jaxtrain.parity import check as parity
 from jaxtrain.parity import shrink as miniature
 from jaxtrain.parity.__main__ import main
@@ -264,12 +265,12 @@ def test_fp8_is_compared_in_fp8(monkeypatch, path):
 
     assert differing() == []
 
-    def of_the_device(x, axes, kind, peak=None):
+    def of_the_device(x, kind, largest):
         dtype, bits = kind
         scale = jnp.max(jnp.abs(x)).astype(jnp.float32) / 2.0**bits + 1e-30
-        return (x / scale).astype(dtype), jnp.full([1 if i in axes else n for i, n in enumerate(x.shape)], scale)
+        return Quantized((x / scale).astype(dtype), jnp.full(largest.shape, scale))
 
-    monkeypatch.setattr(matmul_precision, "_quantized", of_the_device)
+    monkeypatch.setattr(matmul_precision, "quantize", of_the_device)
     assert {"loss", "blocks.mlp.down.kernel", "blocks.attention.key.kernel"} <= set(differing())
 
 

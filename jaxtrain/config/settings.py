@@ -7,7 +7,8 @@ import dataclasses
 from jaxtrain.config.data_settings import DATA
 from jaxtrain.config.model_settings import MODEL
 from jaxtrain.config.overlap import OVERLAP
-from jaxtrain.config.setting import NOTHING, ROWS, SECTION_CHANGES, TRAINING, Setting, share
+from jaxtrain.config.precision import PRECISION
+from jaxtrain.config.setting import NOTHING, ROWS, SECTION_CHANGES, Setting, share
 from jaxtrain.remat.activations import POLICIES
 
 SETTINGS: dict[str, dict[str, Setting]] = {
@@ -71,25 +72,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             choices=("blocks", "input"),
         ),
     },
-    "precision": {
-        "compute_dtype": Setting(
-            "bfloat16",
-            "Of matrix products and activations. Weights, moments, gradient sums, norms, softmax and loss are float32.",
-            choices=("bfloat16", "float32"),
-        ),
-        "products": Setting(
-            "compute",
-            "Matrix products of blocks in compute_dtype, or in fp8 (e4m3 forward, e5m2 gradients) with a scale per token and "
-            "per output of a weight, which no mesh changes; needs compute_dtype=bfloat16, and on NVIDIA a Hopper GPU or later.",
-            choices=("compute", "fp8"),
-        ),
-        "reduce_dtype": Setting(
-            "float32",
-            "In which gradients cross the network, whatever the compute dtype.",
-            choices=("float32", "bfloat16"),
-            changes=TRAINING,
-        ),
-    },
+    "precision": PRECISION,
     "memory": {
         "remat": Setting(
             "dots",

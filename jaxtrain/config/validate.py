@@ -17,6 +17,7 @@ from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
 from jaxtrain.config.observing import problems as observe_problems
 from jaxtrain.config.overlap import problems as overlap_problems
+from jaxtrain.config.precision import problems as precision_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
 from jaxtrain.model import layer_spec
@@ -216,12 +217,7 @@ def _pipeline_problems(config: ml_collections.ConfigDict, stages: int, tensor: i
 
 def _step_problems(config: ml_collections.ConfigDict) -> list[str]:
     memory, layers, found = config.memory, config.model.num_layers, []
-    exact = config.runtime.platform == "cpu"  # where fp8 is for checks; on GPUs float32 between its products would undo it
-    if config.precision.products == "fp8" and config.precision.compute_dtype != "bfloat16" and not exact:
-        found.append(
-            f"precision.products: fp8 needs precision.compute_dtype=bfloat16, got {config.precision.compute_dtype}; "
-            "set that, or products=compute"
-        )
+    found += precision_problems(config)
     dense = config.model.dense_first_layers
     if layers % memory.remat_every_blocks or dense % memory.remat_every_blocks:
         found.append(

@@ -25,7 +25,8 @@ class Execution:
     Attributes:
       dtype: of activations, and in which matrices are used.
       attention_backend, attention_block: see `attention.backend.choose` and `block`.
-      matmul: the matrix product of the blocks.
+      matmul: the matrix product of the blocks, but for those that `fp8_exclude` names; `of` one of them knows its own.
+      product: name of the products that it is of, of `config.precision.FP8_PRODUCTS`.
       prefetch: `overlap.prefetch`.
       exchange_factor, exchange_rounds: of tokens with their experts' devices; see `moe.dispatch.sizes`.
       experts: how experts' products are computed; see `moe.limits.choose`.
@@ -43,6 +44,13 @@ class Execution:
     exchange_rounds: int = 1
     experts: str = "loop"
     interpret: bool = False
+    fp8_exclude: tuple[str, ...] = ()
+    product: str = ""
+
+    def of(self, product: str) -> Execution:
+        """That of the products with a name, of `config.precision.FP8_PRODUCTS`."""
+        matmul = matmul_precision.plain if product in self.fp8_exclude else self.matmul
+        return dataclasses.replace(self, matmul=matmul, product=product)
 
 
 def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Device) -> Execution:
@@ -62,4 +70,5 @@ def of_config(config: ml_collections.ConfigDict, layout: Layout, device: jax.Dev
         config.overlap.expert_rounds,
         choose_experts(config, device.platform, getattr(device, "compute_capability", None)),
         device.platform == "cpu",
+        tuple(config.precision.fp8_exclude),
     )

@@ -44,6 +44,7 @@ class Parameter:
       layers, experts: how many of them it stacks; 1: none.
       active: share of it that takes part in a token's computation.
       trainable: not frozen by `train.frozen`.
+      product: name of the products that it is of, of `config.precision.FP8_PRODUCTS`; "" for those that are never in fp8.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Parameter:
     experts: int
     active: float
     trainable: bool
+    product: str = ""
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -127,6 +129,7 @@ def of_decoder(decoder: Decoder, frozen: Sequence[str] = ()) -> Inventory:
                 experts=experts,
                 trainable=not any(fnmatch.fnmatchcase(".".join(path), pattern) for pattern in frozen),
                 active=model.experts_per_token / experts if experts > 1 else 1.0,
+                product=facts.get("product", ""),
             )
         )
     names = sorted(p.name for p in found)

@@ -11,13 +11,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.model.execution import Execution
-from jaxtrain.model.matmul_precision import Matmul, peaks
+from jaxtrain.model.matmul_precision import fp8, peaks, plain
 from jaxtrain.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxtrain.parallel.collectives import all_gather, axis_index, psum, reduce_scatter
-from jaxtrain.parallel.parameters import ComputeParameter, DeferredGradient
+from jaxtrain.parallel.parameters import ComputeParameter, DeferredGradient, ParameterSpec
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.remat.activations import PEAKS
 
 
 def weight(
@@ -26,17 +28,17 @@ def weight(
     stddev: float,
     split_inputs: bool = False,
     row_parallel: bool = False,
-    dtype: str | None = None,
+    **facts: str | None,
 ) -> nnx.Param:
     """A float32 matrix, normal with `stddev`, that knows the names of its dimensions.
 
     Args:
       sizes: its dimensions in order, names of `sharding.WEIGHT_RULES` with lengths.
       split_inputs, row_parallel: see `parameters.ParameterSpec`.
-      dtype: in which it is used, if not in the compute dtype.
+      facts: what else is known of it. used_in: a dtype, if not the compute dtype; product: see `inventory.Parameter`.
     """
     normal = jax.random.normal(rngs.params(), tuple(sizes.values()), jnp.float32)
-    return nnx.Param(stddev * normal, dims=tuple(sizes), split_inputs=split_inputs, row_parallel=row_parallel, used_in=dtype)
+    return nnx.Param(stddev * normal, dims=tuple(sizes), split_inputs=split_inputs, row_parallel=row_parallel, **facts)
 
 
 def vector(sizes: dict[str, int], value: float = 0.0, split_inputs: bool = False, counted: bool = True) -> nnx.Param:
@@ -68,7 +70,8 @@ class Linear(nnx.Module):
         row_parallel: bool = False,
         split_inputs: bool = False,
     ):
-        self.kernel = weight(rngs, sizes, stddev, split_inputs, row_parallel)
+        facts = {"used_in": "float8_e4m3fn" if execution.matmul is fp8 else None, "product": execution.product}
+        self.kernel = weight(rngs, sizes, stddev, split_inputs, row_parallel, **facts)
         self.bias = bias
         self.layout, self.matmul = execution.layout, execution.matmul
 
@@ -194,11 +197,14 @@ def row_parallel(x: jax.Array, equation: str, linear: Linear) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _row_parallel(x, weight, equation, layout, matmul):
-    x_peak, w_peak = peaks(matmul, layout, (x, 2), (weight.value, 1))
+    return _row_parallel_product(x, peaks(matmul, layout, x, 2), weight, equation, layout, matmul)
+
+
+def _row_parallel_product(x, x_peak, weight, equation, layout, matmul):
     sources = [x] if x_peak is None else [x, x_peak]
 
     def multiply(x, x_peak=None):
-        return matmul(equation, x, weight.value, x.dtype, peaks=(x_peak, w_peak))
+        return matmul(equation, x, weight.value, x.dtype, peaks=(x_peak, None))
 
     if layout.collective_matmul:
         return matmul_reduce_scatter(layout, multiply, sources)[0]
@@ -206,17 +212,17 @@ def _row_parallel(x, weight, equation, layout, matmul):
 
 
 def _row_parallel_forward(x, weight, equation, layout, matmul):
-    return _row_parallel(x, weight, equation, layout, matmul), (x, weight)
+    x_peak = peaks(matmul, layout, x, 2)
+    x_peak = None if x_peak is None else checkpoint_name(x_peak, PEAKS)
+    return _row_parallel_product(x, x_peak, weight, equation, layout, matmul), (x, x_peak, weight)
 
 
 def _row_parallel_backward(equation, layout, matmul, residuals, g):
-    x, weight = residuals
+    x, x_peak, weight = residuals
     input_equation, weight_equation = _transposed(equation)
 
-    x_peak, w_peak = peaks(matmul, layout, (x, 2), (weight.value, 1))
-
     def multiply(g):
-        return [matmul(input_equation, g, weight.value, g.dtype, gradient=0, peaks=(None, w_peak))]
+        return [matmul(input_equation, g, weight.value, g.dtype, gradient=0)]
 
     if layout.collective_matmul:
         [dx], whole = all_gather_matmul(layout, g, multiply, whole=not weight.defers_gradient)
@@ -231,13 +237,19 @@ def _row_parallel_backward(equation, layout, matmul, residuals, g):
 _row_parallel.defvjp(_row_parallel_forward, _row_parallel_backward)
 
 
-def multiply_deferred(deferred: DeferredGradient, row_parallel: bool, layout: Layout, matmul: Matmul) -> jax.Array:
+def multiply_deferred(deferred: DeferredGradient, spec: ParameterSpec) -> jax.Array:
     """The float32 gradient [D, ...] of a `Linear`'s kernel that a `column_parallel` or `row_parallel` backward has deferred."""
-    x, g = deferred.x, deferred.g
+    x, g, layout, row_parallel, matmul = (
+        deferred.x,
+        deferred.g,
+        spec.layout,
+        spec.row_parallel,
+        fp8 if spec.quantized else plain,
+    )
     x, g = (x, gather_positions(layout, g)) if row_parallel else (gather_positions(layout, x), g)
     wide = "BT" + "NH"[: (x if row_parallel else g).ndim - 2]
     equation = f"{wide},BTD->D{wide[2:]}" if row_parallel else f"BTD,{wide}->D{wide[2:]}"
-    x_peak = peaks(matmul, layout, (x, 2))[0] if row_parallel else None
+    x_peak = peaks(matmul, layout, x, 2) if row_parallel else None
     return matmul(equation, x, g, jnp.float32, gradient=1, peaks=(x_peak, None))
 
 

@@ -1,13 +1,15 @@
 """Matrix products of the blocks: in compute dtype, or in fp8 with scales that no mesh changes.
 
 fp8 (Micikevicius et al. 2022): activations and weights are e4m3, gradients e5m2, sums float32. Operands are divided by scales
-so that they fill the range: powers of two, made of what is multiplied (current scaling: no history to keep or to checkpoint).
+so that they fill the range (`parallel.quantized`): powers of two, made of what is multiplied.
 
-- Forward: one scale per token of an activation and per output of a weight, from the largest entry along what is summed. Where
-  that is split over `tensor` (row-parallel products), it is the largest on all its devices (`peaks`): one small all-reduce.
+- Forward: one scale per token of an activation and per output of a weight, from the largest entry along what is summed. Weights
+  come quantized (`parameters.ParameterSpec.quantize`). Where an activation is split over `tensor` (row-parallel products), its
+  scales are from the largest entries on all its devices (`peaks`): one small all-reduce. They are kept for the backward.
 - Backward: activation and weight are the same fp8 numbers as in the forward. Their scales now lie along what is summed, so the
   gradient is multiplied with them before it gets its own: one per token for the gradient of the input, one per output for that
   of the weight, from the entries that the device has.
+- A sum leaves its kernel in the dtype of the result and is multiplied with the scales then: powers of two round nothing.
 
 Nothing of it depends on other rows, on the order of rows, or on the mesh. Of a gradient's scale that is so since it is a power
 of two: it moves no rounding but of entries below 2^-28 of the largest in their sum, less than float32 loses in that sum.
@@ -25,16 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.collectives import pmax
+from jaxtrain.parallel.quantized import E4M3, E5M2, Quantized, peak, quantize
 from jaxtrain.parallel.sharding import Layout
 
 # `(equation, a, b, dtype, gradient, peaks) -> [...] dtype`: an einsum of two arrays. `gradient`: which of them is one (0, 1);
 # None for activation times weight. `peaks`: of each array, what `peaks` says where it must be known; None: its own.
 Matmul = Callable[..., jax.Array]
 Peaks = tuple[jax.Array | None, jax.Array | None]
-
-# dtype, and the exponent of the power of two that scaled entries stay below.
-E4M3, E5M2 = (jnp.float8_e4m3fn, 8), (jnp.float8_e5m2, 15)
-SMALLEST = 2.0**-100  # peak: below it, entries are zero
 
 
 @contextlib.contextmanager
@@ -58,54 +57,55 @@ def plain(
 
 
 def fp8(
-    equation: str, a: jax.Array, b: jax.Array, dtype: Any, gradient: int | None = None, peaks: Peaks = (None, None)
+    equation: str,
+    a: jax.Array | Quantized,
+    b: jax.Array | Quantized,
+    dtype: Any,
+    gradient: int | None = None,
+    peaks: Peaks = (None, None),
 ) -> jax.Array:
-    """In fp8."""
+    """In fp8; what is `Quantized` is taken as it is."""
     left, right, out = equation.replace("->", ",").split(",")
     summed = [letter for letter in left if letter in right and letter not in out]
-    arrays, names = [a, b], (left, right)
-    scales = [None, None]
+    arrays: list[Any] = [a, b]
+    names = left, right
+
+    def quantized(number, over, kind):
+        x = arrays[number]
+        if isinstance(x, Quantized):
+            return x
+        largest = peaks[number]
+        return quantize(x, kind, peak(x, _axes(names[number], over)) if largest is None else largest)
+
     for number in (0, 1) if gradient is None else (1 - gradient,):
         # Scales lie where the forward has its result; in the backward that is along the sum.
         over = summed if gradient is None else [letter for letter in names[number] if letter not in summed]
-        arrays[number], scales[number] = _quantized(arrays[number], _axes(names[number], over), E4M3, peaks[number])
+        arrays[number] = quantized(number, over, E4M3)
+    scales = [None if number == gradient else x.scale for number, x in enumerate(arrays)]
     if gradient is not None:
-        g = arrays[gradient].astype(jnp.float32) * _spread(scales[1 - gradient], names[1 - gradient], names[gradient])
-        arrays[gradient], scales[gradient] = _quantized(g, _axes(names[gradient], summed), E5M2)
-        scales[1 - gradient] = None
+        other = 1 - gradient
+        arrays[gradient] = arrays[gradient].astype(jnp.float32) * _spread(scales[other], names[other], names[gradient])
+        arrays[gradient] = quantized(gradient, summed, E5M2)
+        scales[gradient], scales[other] = arrays[gradient].scale, None
     free = "".join(letter for letter in left + right if letter not in summed)
     y = jax.lax.dot_general(
-        *arrays, ((_axes(left, summed), _axes(right, summed)), ((), ())), preferred_element_type=jnp.float32
+        *(x.numbers for x in arrays), ((_axes(left, summed), _axes(right, summed)), ((), ())), preferred_element_type=dtype
     ).transpose(_axes(free, out))
     for scale, letters in zip(scales, names, strict=True):
         y = y if scale is None else y * _spread(scale, letters, out)
     return y.astype(dtype)
 
 
-def peaks(matmul: Matmul, layout: Layout, *arrays: tuple[jax.Array, int]) -> list[jax.Array | None]:
-    """Largest entries over `tensor` of what a row-parallel product sums: for `peaks` of the product. None where not needed.
+def peaks(matmul: Matmul, layout: Layout, x: jax.Array, leading: int) -> jax.Array | None:
+    """Largest entries, over `tensor` too, of what a row-parallel product sums: for `peaks` of the product. None but in fp8.
 
     Args:
-      arrays: each with the number of its leading dimensions that are not summed (tokens, or the outputs of a weight).
+      leading: how many dimensions of x are not summed (tokens).
 
     Returns:
-      float32 arrays of the same rank, summed dimensions of size 1.
+      a float32 array of the same rank, summed dimensions of size 1.
     """
-    if matmul is plain or layout.size("tensor") == 1:
-        return [None] * len(arrays)
-    return pmax(layout, [_peak(x, tuple(range(leading, x.ndim))) for x, leading in arrays], "tensor")
-
-
-def _peak(x, axes):
-    return jnp.max(jnp.abs(x), axes, keepdims=True).astype(jnp.float32)
-
-
-def _quantized(x, axes, kind, peak=None):
-    """x / scale in an fp8 dtype, and the float32 scale: one for all entries along `axes`, which have size 1 in it."""
-    dtype, bits = kind
-    _, exponent = jnp.frexp(jnp.maximum(_peak(x, axes) if peak is None else peak, SMALLEST))
-    scale = jnp.ldexp(jnp.float32(1), exponent - bits)  # what is not finite stays so
-    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype), scale
+    return None if matmul is plain else pmax(layout, peak(x, range(leading, x.ndim)), "tensor")
 
 
 def _axes(names, letters):

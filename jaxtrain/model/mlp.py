@@ -50,12 +50,12 @@ class Mlp(nnx.Module):
 
         def into():
             bias = vector({"mlp": f}) if model.mlp_bias else None
-            return Linear(rngs, {"embed": d, "mlp": f}, model.init_stddev, execution, bias)
+            return Linear(rngs, {"embed": d, "mlp": f}, model.init_stddev, execution.of("mlp_hidden"), bias)
 
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
         bias = vector({"vector": d}, 0.0, execution.layout.sequence_parallel) if model.mlp_bias else None
-        self.down = Linear(rngs, {"embed": d, "mlp": f}, out_stddev, execution, bias, row_parallel=True)
+        self.down = Linear(rngs, {"embed": d, "mlp": f}, out_stddev, execution.of("mlp_out"), bias, row_parallel=True)
         self.activation = Activation(model.mlp, model.swiglu_limit)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def backward_of_inputs(
 def backward_of_weights(stack: LayerStack, deferred: Any, parameters: Any, multiply: Callable) -> Any:
     """Gradients of matrices whose gradients were deferred, added to those accumulated before; others are as they were.
 
-    multiply: `(DeferredGradient, row_parallel) -> ` the float32 gradient of a matrix as it is gathered.
+    multiply: `(DeferredGradient, ParameterSpec) -> ` the float32 gradient of a matrix as it is gathered.
     """
     (deferred, last, read), group_size = read_from(deferred), stack.remat.group_size
 
@@ -65,8 +65,8 @@ def backward_of_weights(stack: LayerStack, deferred: Any, parameters: Any, multi
         deferred = deferred if isinstance(group, int) else read(group, deferred)
         for layer_in_group, found in zip(reversed(range(group_size)), deferred, strict=True):
             index = group * group_size + layer_in_group
-            row_parallel = at_keys_of(found, jax.tree.map(lambda spec: spec.row_parallel, stack.specs))
-            gradients = jax.tree.map(multiply, found, row_parallel, is_leaf=lambda x: isinstance(x, DeferredGradient))
+            specs = at_keys_of(found, stack.specs)
+            gradients = jax.tree.map(multiply, found, specs, is_leaf=lambda x: isinstance(x, DeferredGradient))
             now = stack.accumulate(gradients, accumulated, parameters, index)
             accumulated = stack.updates(accumulated, now, index)
         return accumulated, None

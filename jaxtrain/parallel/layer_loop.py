@@ -30,7 +30,13 @@ import jax.numpy as jnp
 from jaxtrain.parallel.activation_buffer import ActivationBuffer
 from jaxtrain.parallel.block_residuals import block_with_residuals
 from jaxtrain.parallel.layer_stack import LayerArguments, LayerStack
-from jaxtrain.parallel.parameters import all_gather_parameter, is_compute_parameter, is_sharded_parameter, reduced_gradient
+from jaxtrain.parallel.parameters import (
+    all_gather_parameter,
+    is_compute_parameter,
+    is_sharded_parameter,
+    reduced_gradient,
+    values_of,
+)
 
 
 class Outputs(NamedTuple):
@@ -133,8 +139,7 @@ def _forward(stack, x, arguments, keep, buffer=None):
             is_last = isinstance(index, int) and index == stack.count - 1
             ahead = weights if is_last else stack.all_gather(parameters, index + 1) if prefetches else None
             if keeps_gathered:
-                write = lambda array, w: stack.update(array, w.value, index)  # noqa: B023, E731
-                gathered = jax.tree.map(write, gathered, weights, is_leaf=is_compute_parameter)
+                gathered = jax.tree.map(lambda array, part: stack.update(array, part, index), gathered, values_of(weights))  # noqa: B023
             if keep:
                 x, out = block_with_residuals(stack, layer_in_group, x, weights, stack.slices(layers, index), shared)
             else:
@@ -148,9 +153,8 @@ def _forward(stack, x, arguments, keep, buffer=None):
     with jax.named_scope("forward"):
         gathered = None
         if keeps_gathered:
-            shapes = jax.eval_shape(lambda: stack.all_gather(parameters, 0))
-            zeros = lambda w: jnp.zeros((stack.count, *w.value.shape), w.value.dtype)  # noqa: E731
-            gathered = jax.tree.map(zeros, shapes, is_leaf=is_compute_parameter)
+            shapes = jax.eval_shape(lambda: values_of(stack.all_gather(parameters, 0)))
+            gathered = jax.tree.map(lambda value: jnp.zeros((stack.count, *value.shape), value.dtype), shapes)
         ahead = stack.all_gather(parameters, 0) if prefetches else None
         carry, rest = jax.lax.scan(blocks, (x, ahead, gathered, buffer and buffer.arrays), jnp.arange(groups))
         if groups * group_size < stack.count:

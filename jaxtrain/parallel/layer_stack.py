@@ -118,7 +118,7 @@ class LayerStack:
 
         def one(parameter, spec, can_defer):
             with jax.named_scope(WEIGHTS):
-                value = self.slice(parameter.value, index)
+                value = self.slices(parameter.value, index)
             gathered = spec.all_gather(dataclasses.replace(parameter, value=value))
             defers = self.deferred_shapes and can_defer and parameter.gradient_buffer is not None
             return spec.with_deferred_gradient(gathered, *self.deferred_shapes) if defers else gathered

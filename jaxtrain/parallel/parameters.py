@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.parallel.collectives import all_gather, axis_index, psum, reduce_scatter
+from jaxtrain.parallel.collectives import all_gather, axis_index, pmax, psum, reduce_scatter
+from jaxtrain.parallel.quantized import E4M3, Quantized, is_quantized, peak, quantize
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import TOKEN_AXES, Dims, Layout
 
@@ -38,14 +39,15 @@ class ShardedParameter:
     """A parameter as the step holds it, of one layer or of all layers.
 
     Attributes:
-      value: the float32 master in storage placement; with `is_gathered`, what matrix products take.
+      value: the float32 master in storage placement, or what `ParameterSpec.quantize` made of it; with `is_gathered`, what
+        matrix products take.
       gradient_buffer: float32 zeros whose cotangent is the gradient; None for a frozen parameter, or where none is wanted.
       accumulated: float32 gradients of earlier microbatches in gradient placement, to which the gradient is added; or None.
       is_last_microbatch: the gradient is summed over all devices; else only what cannot wait is summed.
       is_gathered: nothing is left to gather.
     """
 
-    value: jax.Array
+    value: jax.Array | Quantized
     gradient_buffer: jax.Array | None = None
     accumulated: jax.Array | None = None
     is_last_microbatch: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -75,10 +77,11 @@ class ComputeParameter:
     """A parameter as matrix products take it: this device's part, in the dtype in which it is used.
 
     Attributes:
+      value: an array, or a `Quantized` one.
       gradient_buffer: float32 zeros like `value` whose cotangent is the gradient; or room for a `DeferredGradient`; or None.
     """
 
-    value: jax.Array
+    value: Any
     gradient_buffer: jax.Array | DeferredGradient | None = None
 
     def cotangent(self, gradient: jax.Array | DeferredGradient | None) -> ComputeParameter:
@@ -95,13 +98,13 @@ def sharded_parameters(
     values: Any, buffers: Any = None, accumulated: Any = None, is_last_microbatch: bool = True, is_gathered: Any = None
 ) -> Any:
     """Nested dict of `ShardedParameter`s, from nested dicts of their attributes; without `buffers`, for no gradients."""
-    nothing = jax.tree.map(lambda _: None, values)
-    is_gathered = is_gathered or jax.tree.map(lambda _: False, values)
+    nothing = jax.tree.map(lambda _: None, values, is_leaf=is_quantized)
+    is_gathered = is_gathered or jax.tree.map(lambda _: False, values, is_leaf=is_quantized)
 
     def one(value, buffer, accumulated, is_gathered):
         return ShardedParameter(value, buffer, accumulated, is_last_microbatch, is_gathered)
 
-    return jax.tree.map(one, values, buffers or nothing, accumulated or nothing, is_gathered)
+    return jax.tree.map(one, values, buffers or nothing, accumulated or nothing, is_gathered, is_leaf=is_quantized)
 
 
 def is_sharded_parameter(x: Any) -> bool:
@@ -114,13 +117,18 @@ def is_compute_parameter(x: Any) -> bool:
     return isinstance(x, ComputeParameter)
 
 
+def values_of(tree: Any) -> Any:
+    """The values of a tree of `ComputeParameter`s."""
+    return jax.tree.map(lambda parameter: parameter.value, tree, is_leaf=is_compute_parameter)
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
     """How a parameter is sharded, gathered and reduced. Static.
 
     Attributes:
       dims: names of its dimensions as stored, without that of the layers.
-      dtype: in which it is used, and gathered.
+      dtype: in which it is used, and gathered; fp8 with a scale for each output.
       matrix: it multiplies activations; else it is a vector, a scale or a bias.
       split_inputs: the devices of `tensor` have it whole but use it on different inputs (a norm scale under sequence
         parallelism, a scale on heads), so its gradient must be summed over them.
@@ -146,14 +154,47 @@ class ParameterSpec:
         """The part that this device multiplies with: cast first, so that the gather moves `dtype`; then its own heads."""
         value = parameter.value
         if not parameter.is_gathered:
-            value = value.astype(self.dtype)
-            for dim, name in enumerate(self.dims):
-                if "fsdp" in self.layout.axes(name, "storage"):
-                    value = all_gather(self.layout, value, self.zero_axes, dim)
+            if isinstance(value, Quantized):  # scales are whole over `zero_axes` already
+                sent = jax.lax.bitcast_convert_type(value.numbers, jnp.uint8)  # which every collective can send
+                numbers = jax.lax.bitcast_convert_type(self._gather(sent), value.numbers.dtype)
+                value = Quantized(numbers, value.scale)
+            else:
+                value = self._gather(value.astype(self.dtype))
             for dim, name in self._undivided():
-                value = self._pick_heads(value, dim, name)
+                pick = functools.partial(self._pick_heads, dim=dim, name=name)
+                value = jax.tree.map(lambda x: pick(x) if x.shape[dim] > 1 else x, value)  # noqa: B023
         buffer = None if parameter.gradient_buffer is None else jnp.zeros(value.shape, jnp.float32)
         return ComputeParameter(value, buffer)
+
+    def _gather(self, value):
+        for dim, name in enumerate(self.dims):
+            if "fsdp" in self.layout.axes(name, "storage"):
+                value = all_gather(self.layout, value, self.zero_axes, dim)
+        return value
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is used in fp8."""
+        return self.matrix and self.dtype.itemsize == 1
+
+    @jax.named_scope(WEIGHTS)
+    def quantize(self, value: jax.Array) -> jax.Array | Quantized:
+        """The parameter as it is stored [..., dims], of one layer or of several, quantized if it is used in fp8.
+
+        A scale is one output's, from all of its inputs, over all devices; scales are then gathered as the parameter will be.
+        """
+        if not self.quantized:
+            return value
+        first, each = value.ndim - len(self.dims), int(self.dims[0] == "experts")
+        inputs = range(each + 1, len(self.dims)) if self.row_parallel else range(each, each + 1)
+        largest = peak(value, [first + dim for dim in inputs])
+        axes = {axis for dim in inputs for axis in self.layout.axes(self.dims[dim], "storage")}
+        found = quantize(value, E4M3, pmax(self.layout, largest, *sorted(axes)))
+        scale = found.scale
+        for dim, name in enumerate(self.dims):
+            if dim not in inputs and "fsdp" in self.layout.axes(name, "storage"):
+                scale = all_gather(self.layout, scale, self.zero_axes, first + dim)
+        return Quantized(found.numbers, scale)
 
     def gathers(self, parameter: ShardedParameter) -> bool:
         """Whether `all_gather` communicates."""

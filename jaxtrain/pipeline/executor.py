@@ -23,13 +23,14 @@ import jax.numpy as jnp
 
 from jaxtrain.model.batch import Batch
 from jaxtrain.model.decoder import Decoder
+from jaxtrain.model.layers import multiply_deferred
 from jaxtrain.model.loss import LossSums
 from jaxtrain.parallel import layer_loop
 from jaxtrain.parallel.activation_buffer import ActivationBuffer
 from jaxtrain.parallel.collectives import axis_index, broadcast, permute
 from jaxtrain.parallel.deferred_gradients import backward_of_inputs, backward_of_weights
 from jaxtrain.parallel.layer_stack import LayerArguments, LayerStack
-from jaxtrain.parallel.parameters import DeferredGradient, ShardedParameter, sharded_parameters
+from jaxtrain.parallel.parameters import ShardedParameter, sharded_parameters
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.pipeline.schedule import BACKWARD, FORWARD, SCOPE, WEIGHTS, Schedule, forward_only
 
@@ -57,9 +58,6 @@ class StageModel(Protocol):
 
     def dropout_key(self, facts: Any, microbatch: jax.Array | int) -> Any:
         """The dropout key of a microbatch, or None."""
-
-    def multiply_deferred(self, deferred: DeferredGradient, row_parallel: bool) -> jax.Array:
-        """The gradient of a matrix of the blocks."""
 
     def gradient_buffers(self, is_last_microbatch: bool) -> Any:
         """Zeros like the gradients of a microbatch that is the last, or not; None for frozen parameters."""
@@ -194,7 +192,7 @@ class _Step:
         def multiply(accumulated):
             buffer = ActivationBuffer(deferred, tick.deferred_slot[phase], self.deferred_structure)
             stack, arguments = self.stack(tick.microbatch[phase], tick.virtual_stage[phase], {"blocks": accumulated})
-            return backward_of_weights(stack, buffer, arguments.parameters, self.model.multiply_deferred)
+            return backward_of_weights(stack, buffer, arguments.parameters, multiply_deferred)
 
         return _once(f"weights_{phase}", tick.kind[phase] == WEIGHTS, multiply, accumulated)
 

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, str] = {
     "mlp_hidden": "2F gated, else F: what gate and up products give; of experts, k times the buffer factor of their F",
     "mlp_out": "D: what the MLP adds; needed only with post_norms",
 }
+PEAKS = "peaks"  # the largest entries that inputs of fp8 products have, a float32 a token: kept unless all is recomputed
 _PRODUCTS = tuple(name for name in ACTIVATIONS if not name.startswith("block_"))
 
 # Policy: the activations that it keeps (None: everything, named or not), and what it recomputes, for `--help`.

@@ -18,7 +18,7 @@ import ml_collections
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.remat import probe
-from jaxtrain.remat.activations import ACTIVATIONS, kept_activations
+from jaxtrain.remat.activations import ACTIVATIONS, PEAKS, kept_activations
 
 
 def name(x: Any, name: str) -> Any:
@@ -67,7 +67,7 @@ class Remat:
         """A part of the block at a position of its group, counted from 0, wrapped in the policy of that block."""
         if self.kept is None or position < self.group_size - 1:
             return part
-        on_device = [name for name in self.kept if name not in self.offloaded]
+        on_device = [*(name for name in self.kept if name not in self.offloaded), PEAKS]
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=on_device,
             names_which_can_be_offloaded=list(self.offloaded),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +15,9 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from jaxtrain.model import matmul_precision
 from jaxtrain.model.batch import Batch
 from jaxtrain.model.decoder import Decoder, Final
 from jaxtrain.model.inventory import Inventory
-from jaxtrain.model.layers import multiply_deferred
 from jaxtrain.model.loss import IGNORE, LossSettings, LossSums, cross_entropy
 from jaxtrain.model.moe import balance
 from jaxtrain.model.moe.router import RouterSums
@@ -26,7 +25,7 @@ from jaxtrain.model.moe.router import zero_sums as zero_router_sums
 from jaxtrain.model.vocabulary import padded_size
 from jaxtrain.parallel.axes import AXES
 from jaxtrain.parallel.collectives import psum, shard_index
-from jaxtrain.parallel.parameters import DeferredGradient, sharded_parameters, subset
+from jaxtrain.parallel.parameters import sharded_parameters, subset
 from jaxtrain.parallel.scopes import WEIGHTS
 from jaxtrain.parallel.sharding import ACTIVATION_RULES, TOKEN_AXES, VOCAB_AXES, Layout, is_dims, per_device
 from jaxtrain.pipeline import executor
@@ -93,7 +92,6 @@ class DeviceProgram:
         zero, routed_layers = jnp.zeros((), jnp.float32), model.num_layers - model.dense_first_layers
         routing = zero_router_sums(routed_layers, model.num_experts) if model.num_experts else ()
         self.zero_sums = LossSums(zero, zero, zero, routing, jnp.zeros((sources, 2), jnp.float32) if sources else ())
-        self.matmul = matmul_precision.make(config.precision.products)
         self.schedule = schedules.of(config, layout.size("pipeline"))
 
     def functions(self) -> DeviceFunctions:
@@ -105,14 +103,17 @@ class DeviceProgram:
             keeps_gathered = any(spec.gathered_once for spec in jax.tree.leaves(self.specs["blocks"]))
             accumulate = make_gradients(self.loss, self.gradient_buffers, self.zero_sums, layout.defers, keeps_gathered)
 
-        def gradients(parameters, batch, step):
-            return self.gradients(accumulate, parameters, batch, step)
+        def compiled(function, inputs, outputs):
+            def of_quantized(parameters, *rest):  # once for all microbatches, before anything is gathered
+                return function(jax.tree.map(lambda spec, value: spec.quantize(value), self.specs, parameters), *rest)
+
+            return per_device(layout, of_quantized, [stored, *inputs], outputs)
 
         return DeviceFunctions(
-            per_device(layout, gradients, [stored, MICROBATCHES, None], [None, trained, None]),
-            per_device(layout, self.evaluation, [stored, ROWS], [None]),
-            per_device(layout, self.logits, [stored, ROWS], [LOGITS]),
-            per_device(layout, self.activations, [stored, ROWS], [None]),
+            compiled(functools.partial(self.gradients, accumulate), [MICROBATCHES, None], [None, trained, None]),
+            compiled(self.evaluation, [ROWS], [None]),
+            compiled(self.logits, [ROWS], [LOGITS]),
+            compiled(self.activations, [ROWS], [None]),
         )
 
     def gradients(
@@ -220,10 +221,6 @@ class DeviceProgram:
             return sums
         added = balance.objective(routing, facts.batch, self.config, self.layout)
         return sums._replace(objective=sums.objective + added - jax.lax.stop_gradient(added), routing=routing)
-
-    def multiply_deferred(self, deferred: DeferredGradient, row_parallel: bool) -> jax.Array:
-        """The gradient of a matrix of the blocks."""
-        return multiply_deferred(deferred, row_parallel, self.layout, self.matmul)
 
     def batch_counts(self, parameters: Any, batch: Batch, step: jax.Array) -> balance.BatchCounts | None:
         """The `balance.BatchCounts` of all microbatches; None for dense models."""

@@ -84,8 +84,8 @@ class Attention(nnx.Module):
         d, n = model.embed_dim, model.num_heads
         bias = vector({"vector": d}, 0.0, layout.sequence_parallel) if model.attention_out_bias else None
         sizes = {"embed": d, "heads": n, "head_dim": self.value_dim}
-        self._make_inputs(rngs, execution)
-        self.out = Linear(rngs, sizes, out_stddev, execution, bias, row_parallel=True)
+        self._make_inputs(rngs, execution.of("qkv"))
+        self.out = Linear(rngs, sizes, out_stddev, execution.of("attention_out"), bias, row_parallel=True)
         self.sinks = vector({"heads": n}) if model.attention_sinks else None
 
     @property

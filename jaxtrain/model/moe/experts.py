@@ -54,7 +54,7 @@ class Experts(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, execution: Execution, out_stddev: float):
         experts, d, f = model.num_experts, model.embed_dim, model.expert_mlp_dim
-        sizes = {"experts": experts, "expert_embed": d, "mlp": f}
+        sizes, execution = {"experts": experts, "expert_embed": d, "mlp": f}, execution.of("experts")
 
         def into():
             bias = vector({"experts": experts, "mlp": f}) if model.mlp_bias else None
@@ -63,7 +63,7 @@ class Experts(nnx.Module):
         self.gate = into() if model.mlp in GATED else None
         self.up = into()
         bias = vector({"experts": experts, "vector": d}, 0.0, split_inputs=True) if model.mlp_bias else None
-        self.down = Linear(rngs, sizes, out_stddev, execution, bias)
+        self.down = Linear(rngs, sizes, out_stddev, execution, bias, row_parallel=True)
         self.model, self.execution = model, execution
 
     def __call__(self, x: jax.Array, assignments: RouterAssignments, row_length: int) -> jax.Array:

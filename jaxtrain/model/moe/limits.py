@@ -14,8 +14,8 @@ def refusal(config: ml_collections.ConfigDict) -> str | None:
     """The setting that grouped products by a kernel cannot honour on any device, or None."""
     if not config.model.num_experts:
         return f"model.num_experts={config.model.num_experts} (there are none)"
-    if config.precision.products != "compute":
-        return f"precision.products={config.precision.products} (its scales are of blocks of rows)"
+    if config.precision.products != "compute" and "experts" not in config.precision.fp8_exclude:
+        return f"precision.products={config.precision.products} (precision.fp8_exclude=experts leaves experts out of it)"
     return None
 
 

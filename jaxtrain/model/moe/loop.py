@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jaxtrain.model.matmul_precision import Matmul, peaks, plain
 from jaxtrain.model.mlp import Activation
 from jaxtrain.model.moe.dispatch import Sizes
+from jaxtrain.parallel.quantized import is_quantized
 from jaxtrain.remat.policy import named
 
 
@@ -48,13 +50,13 @@ def hidden(settings, weights, arrived) -> list[jax.Array]:
 def output(settings, weights, arrived, hidden) -> jax.Array:
     """The experts' outputs for the rows of a round, [devices * rows, D]."""
     (rows, gates, blocks), (activation, matmul), (down, bias) = arrived, (settings.activation, settings.matmul), weights[-1]
-    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
+    hidden_peaks = _peaks(settings, arrived, hidden)
 
     def one(y, block):
         source, expert, hidden, peak = block
-        g, own = take(gates, source), (peak, _of(down_peak, expert))
+        g = take(gates, source)
         weighted = activated(activation, hidden, g).astype(rows.dtype)
-        out = matmul("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=own)
+        out = matmul("RF,DF->RD", weighted, _of(down, expert), rows.dtype, peaks=(peak, None))
         if bias is not None:
             out = (out.astype(jnp.float32) + g[:, None] * _of(bias, expert)).astype(rows.dtype)
         return _put(y, source, out), None
@@ -62,20 +64,20 @@ def output(settings, weights, arrived, hidden) -> jax.Array:
     return jax.lax.scan(one, jnp.zeros_like(rows), (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
 
 
-def _peaks(settings, down, arrived, hidden):
-    """`matmul_precision.peaks` of the down product: of its inputs [blocks, block, 1] and of its weights [E, D, 1]."""
+def _peaks(settings, arrived, hidden):
+    """`matmul_precision.peaks` of the down product's inputs, [blocks, block, 1]."""
     (rows, gates, blocks), (activation, matmul) = arrived, (settings.activation, settings.matmul)
     if matmul is plain:
-        return None, None
+        return None
     weighted = activated(activation, hidden, take(gates, blocks.source)).astype(rows.dtype)
-    return peaks(matmul, settings.sizes.layout, (weighted, 2), (down, 2))
+    return peaks(matmul, settings.sizes.layout, weighted, 2)
 
 
 def gradients(settings, weights, arrived_dy, arrived, hidden, grads):
     """Gradients of a round: of its rows [devices * rows, D], of their choices' weights, and `grads` with the experts' added."""
     (activation, matmul), (rows, gates, blocks) = (settings.activation, settings.matmul), arrived
     *into, (down, down_bias) = weights
-    hidden_peaks, down_peak = _peaks(settings, down, arrived, hidden)
+    hidden_peaks = _peaks(settings, arrived, hidden)
 
     def one(carry, block):
         dx, dgates, (*grads_into, (grad_down, grad_bias)) = carry
@@ -83,8 +85,7 @@ def gradients(settings, weights, arrived_dy, arrived, hidden, grads):
         taken, g, block_dy = take(rows, source), take(gates, source), take(arrived_dy, source)
         weighted, vjp = jax.vjp(functools.partial(activated, activation), hidden, g)
         weighted = weighted.astype(rows.dtype)
-        of_down = _of(down, expert), jnp.float32, 0, (None, _of(down_peak, expert))
-        d_weighted = matmul("RD,DF->RF", block_dy, *of_down)
+        d_weighted = matmul("RD,DF->RF", block_dy, _of(down, expert), jnp.float32, gradient=0)
         d_hidden, dg = vjp(d_weighted)
         grad_down = _add(grad_down, expert, matmul("RF,RD->DF", weighted, block_dy, jnp.float32, 1, (peak, None)))
         if down_bias is not None:
@@ -105,7 +106,7 @@ def gradients(settings, weights, arrived_dy, arrived, hidden, grads):
         return (_put(dx, source, sum(into_dx).astype(dx.dtype)), _put(dgates, source, dg), grads), None
 
     if grads is None:
-        grads = jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), weights)
+        grads = jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), weights, is_leaf=is_quantized)
     start = (jnp.zeros_like(rows), jnp.zeros_like(gates), grads)
     return jax.lax.scan(one, start, (blocks.source, blocks.expert, hidden, hidden_peaks))[0]
 
@@ -115,9 +116,9 @@ def activated(activation: Activation, hidden: list[jax.Array], gates: jax.Array)
     return activation([x.astype(jnp.float32) for x in hidden]) * gates[..., None]
 
 
-def _of(weights: jax.Array | None, expert: jax.Array) -> jax.Array | None:
+def _of(weights: Any, expert: jax.Array) -> Any:
     """Those of one expert; of a block without rows, any."""
-    return None if weights is None else jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, expert, 0, keepdims=False), weights)
 
 
 def _add(sums: jax.Array, expert: jax.Array, gradient: jax.Array) -> jax.Array:

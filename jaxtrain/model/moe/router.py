@@ -53,7 +53,7 @@ class Router(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: ml_collections.ConfigDict, layout: Layout):
         sizes = {"router_logits": model.num_experts}
         matrix = {"embed": model.embed_dim} | sizes
-        self.kernel = weight(rngs, matrix, model.init_stddev, layout.sequence_parallel, dtype="float32")
+        self.kernel = weight(rngs, matrix, model.init_stddev, layout.sequence_parallel, used_in="float32")
         split = layout.sequence_parallel
         self.logit_bias = vector(sizes, 0.0, split) if model.router_logit_bias else None
         self.bias = vector(sizes, counted=False) if model.router_bias else None

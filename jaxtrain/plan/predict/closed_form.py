@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import ml_collections
 
+from jaxtrain.config.precision import FP8_PRODUCTS
 from jaxtrain.model import inventory
-from jaxtrain.model.inventory import Inventory
+from jaxtrain.model.inventory import Inventory, Parameter
 from jaxtrain.model.mlp import GATED
 from jaxtrain.model.moe.balance import needs_counts as counts_first
 from jaxtrain.model.moe.dispatch import sizes
@@ -117,9 +118,9 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     accumulates = config.train.accumulation_steps > 1
     rows["gradients"] = 4 * shapes.elements("gradient" if accumulates else "optimizer", trained=True)
     if config.sharding.zero_stage in (1, 2) and layout.size(*STATE_AXES) > 1:  # gathered once a step and kept
-        rows["parameters"] = shapes.word * shapes.elements("working", matrices=True)
+        rows["parameters"] = shapes.matrix_bytes("working")
     else:
-        rows["gathered"] = shapes.word * 2 * shapes.block_elements("whole")  # the block at work and the next one
+        rows["gathered"] = 2 * shapes.matrix_bytes("whole", of_block=True)  # the block at work and the next one
     rows["activations"] = sum(activations.values())
     chunk = min(config.memory.loss_chunk_tokens, shapes.rows * shapes.length)
     rows["logits"] = chunk * shapes.vocab * (4 + shapes.word)
@@ -127,6 +128,8 @@ def closed_form(config: ml_collections.ConfigDict, devices: int) -> ClosedForm:
     host = _offloaded(config, rows, activations)
     if "master" in host:  # the device gets copies to work with
         rows["parameters"] = shapes.word * shapes.elements("storage", matrices=True)
+    if shapes.fp8:  # what is gathered, one byte each
+        rows["parameters"] = rows.get("parameters", 0) + shapes.elements("storage", product=shapes.fp8)
     return ClosedForm(rows, host, activations, _traffic(config, layout, shapes), {axis: layout.size(axis) for axis in AXES})
 
 
@@ -241,6 +244,7 @@ class _Shapes:
         self.inventory = inventory.of_model(m, config.train.frozen)
         self.parameters = self.inventory.parameters
         self.word = 2 if config.precision.compute_dtype == "bfloat16" else 4
+        self.fp8 = set(FP8_PRODUCTS) - set(config.precision.fp8_exclude) if config.precision.products == "fp8" else set()
         tensor = layout.size("tensor")
         self.rows = config.data.global_batch_rows // config.train.accumulation_steps // layout.size("data", "fsdp", "expert")
         self.length = config.data.seq_len_tokens // layout.size("sequence")
@@ -256,19 +260,24 @@ class _Shapes:
             limit = self.rows * capacity(m, config.data.seq_len_tokens) if m.capacity_factor else None
             self.exchange = sizes(layout, tokens, k, m.num_experts, exchange, limit, choose(config, "cuda") == "kernel")
 
-    def elements(self, placement: str, matrices: bool = False, trained: bool = False) -> int:
-        """Elements of all weights on one device; `matrices`: without scales and biases; `trained`: without frozen ones."""
+    def elements(self, placement: str, matrices: bool = False, trained: bool = False, product: Any = None) -> int:
+        """Elements of all weights on one device; `matrices`: without scales and biases; `trained`: without frozen ones;
+        `product`: of the products with these names."""
         return sum(
             self.size(p.shape, p.dims, placement)
             for p in self.parameters
             if (p.matrix or not matrices) and (p.trainable or not trained)
+            if product is None or p.matrix and p.product in product
         )
 
-    def block_elements(self, placement: str) -> int:
-        """Elements of the matrices of one block."""
-        return sum(
-            self.size(p.shape[1:], p.dims[1:], placement) for p in self.parameters if p.name.startswith("blocks.") and p.matrix
-        )
+    def matrix_bytes(self, placement: str, of_block: bool = False) -> int:
+        """Bytes of matrices as products take them; `of_block`: of those of one block."""
+        matrices = (p for p in self.parameters if p.matrix and (p.name.startswith("blocks.") or not of_block))
+        return sum(self.word_of(p) * self.size(p.shape[of_block:], p.dims[of_block:], placement) for p in matrices)
+
+    def word_of(self, p: Parameter) -> int:
+        """Bytes of an entry of a matrix as products take it."""
+        return 1 if p.product in self.fp8 else self.word
 
     def size(self, shape, dims, placement) -> int:
         """Elements of one weight on one device. "whole": as products see it, gathered over fsdp."""
@@ -310,7 +319,7 @@ def _traffic(config, layout, shapes) -> dict[tuple[str, str], int]:
             add(state, "embedding rows", residual, 2 * count)
         if split and (head or not travels):
             gathers = 1 if stage < 3 else count if head else (2 + counts_first(config)) * count
-            add(state, "weights", shapes.word * whole, gathers)
+            add(state, "weights", shapes.word_of(p) * whole, gathers)
             add(state, "gradients", reduce_word * whole, p.trainable * (count if stage >= 2 else 1))
         elif not split and sharers > 1 and p.trainable:
             add(state, "gradients", reduce_word * whole, 2)

@@ -1,6 +1,6 @@
-"""Measures the train step of a config on this machine; prints the figures and, with --json=FILE, writes them.
+"""Measures our train step of a config on this machine; prints the figures and, with --json=FILE, writes them.
 
-    python scripts/bench_step.py --config=configs/bench_tiny.py [--config.a.b=VALUE ...] [--steps=20] [--json=FILE]
+    python scripts/bench/step.py --config=configs/bench_tiny.py [--config.a.b=VALUE ...] [--steps=20] [--json=FILE]
 
 The step is the one that training compiles. Every step is waited for before the next (synchronized); training does not, so
 it can only be faster. With --observed every other step is watched as a run watches its own by default, with a row of metrics
@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import measure
 import numpy as np
 
 from jaxtrain.command_line import command, load_config
@@ -34,7 +35,7 @@ IMPORTED = time.monotonic()
 def main(arguments: Sequence[str]) -> None:
     """The command; `arguments` without the program's name."""
     parser = argparse.ArgumentParser(
-        prog="python scripts/bench_step.py",
+        prog="python scripts/bench/step.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--steps={args.steps}: must be at least 1")
     if args.json and not os.access(args.json.absolute().parent, os.W_OK):
         raise UserError(f"--json={args.json}: its folder does not exist or cannot be written")
-    figures = {"command": list(arguments)} | measure(config, args.steps, args.observed)
+    figures = {"command": list(arguments)} | bench(config, args.steps, args.observed)
     import jax
 
     if jax.process_index() == 0:
@@ -139,7 +140,7 @@ def observed(config, program, step, state, batch, pairs: int) -> dict[str, float
     }
 
 
-def measure(config, steps: int, watch: bool = False) -> dict[str, Any]:
+def bench(config, steps: int, watch: bool = False) -> dict[str, Any]:
     """Runs 1 + `steps` steps of the config; returns figures by name, units as suffixes, ready for JSON.
 
     watch: also `observed`, of as many pairs.
@@ -148,7 +149,6 @@ def measure(config, steps: int, watch: bool = False) -> dict[str, Any]:
 
     from jaxtrain.hardware import flops
     from jaxtrain.hardware import gpus as hardware
-    from jaxtrain.observe.figures import peak_memory_bytes
     from jaxtrain.parallel import mesh
     from jaxtrain.runtime import machine, startup
     from jaxtrain.train.optimizer import learning_rate
@@ -164,44 +164,30 @@ def measure(config, steps: int, watch: bool = False) -> dict[str, Any]:
     state = program.init(config.train.seed)
     batch = program.put_batch(random_batch(program))
 
-    times, cpu_times, losses, to_first_step_s = [], [], [], 0.0
-    load = os.getloadavg()[0]
-    for index in range(1 + steps):
+    to_first_step_s = 0.0
+
+    def once(index: int) -> float:
+        nonlocal state, to_first_step_s
         rate = np.float32(learning_rate(config, min(index, config.train.num_steps - 1)))
-        started, cpu_started = time.monotonic(), time.process_time()
         state, metrics = jax.block_until_ready(step(state, batch, rate))
-        times.append(time.monotonic() - started)
-        cpu_times.append(time.process_time() - cpu_started)
         to_first_step_s = to_first_step_s or (process_age_s() or time.monotonic() - IMPORTED)
-        losses.append(float(metrics["loss"]))
-    watching = observed(config, program, step, state, batch, steps) if watch else {}
+        return metrics["loss"]
+
     tokens = config.data.global_batch_rows * config.data.seq_len_tokens
-    median_s = float(np.median(times[1:]))
+    figures = measure.timed(once, steps, tokens)
+    watching = observed(config, program, step, state, batch, steps) if watch else {}
     per_token = flops.step_flops(program.inventory, tokens, config.data.seq_len_tokens) / tokens
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.precision.compute_dtype)
-    memory_bytes, memory_of = peak_memory_bytes()
     return {
         "to_first_step_s": to_first_step_s,
         "trace_s": traced_s,
         "compile_s": compile_s,  # tracing included
-        "first_step_s": times[0],
-        "steps": steps,
-        "step_median_s": median_s,
-        "step_min_s": min(times[1:]),
-        "step_p10_s": float(np.percentile(times[1:], 10)),
-        "step_p90_s": float(np.percentile(times[1:], 90)),
-        "step_max_s": max(times[1:]),
-        "step_cpu_median_s": float(np.median(cpu_times[1:])),  # of all threads of this process: steadier on a shared machine
-        "load_average": load,  # of the machine over the last minute before the first step, this process included
-        "tokens_per_step": tokens,
-        "tokens_per_s": tokens / median_s,
-        "model_flops_per_s": per_token * tokens / median_s,
-        "mfu": flops.mfu(tokens / median_s, per_token, jax.device_count(), peak_flops),
-        "peak_memory_bytes": memory_bytes,
-        "peak_memory_of": memory_of,
+        **figures,
+        "model_flops_per_s": per_token * figures["tokens_per_s"],
+        "mfu": flops.mfu(figures["tokens_per_s"], per_token, jax.device_count(), peak_flops),
+        **measure.jax_memory(),
         **watching,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
+        "parameters": program.inventory.count,
         "compute_dtype": config.precision.compute_dtype,
         "mesh": dict(program.layout.mesh.shape),
         "devices": machine.devices_summary(),
@@ -226,7 +212,7 @@ def show(figures: dict[str, Any]) -> None:
         ("tokens/s", f"{f['tokens_per_s']:,.0f} ({f['tokens_per_step']:,} a step)"),
         ("model FLOP/s", f"{f['model_flops_per_s'] / 1e9:,.1f} G, MFU {'n/a' if mfu is None else f'{mfu:.1%}'}"),
         ("peak memory", f"{f['peak_memory_bytes'] / 2**20:,.0f} MiB ({f['peak_memory_of']})"),
-        ("loss", f"{f['loss_first']:.4f} first, {f['loss_last']:.4f} last"),
+        ("loss", f"{f['losses'][0]:.4f} first, {f['losses'][-1]:.4f} last"),
     ]
     if "observed_pairs" in f:
         share, host = f["observed_over_plain"] - 1, f["observed_host_thread_share"]
