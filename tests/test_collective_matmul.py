@@ -10,11 +10,13 @@ from tiny import config
 
 from jaxtrain.parallel import mesh as meshes
 from jaxtrain.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from jaxtrain.parallel.collectives import permute
 from jaxtrain.parallel.sharding import make_layout, per_device
 
 B, T, D, F = 2, 16, 6, 24
 WAYS = pytest.mark.parametrize("ways", [2, 4, 8])
 # Any activation dimension over `tensor` will do to cut positions or features.
+BOTH = ("activation", ("vocab", None))  # over `pipeline` and `tensor`
 POSITIONS, FEATURES, EACH = (("activation", dims) for dims in ((None, "heads"), (None, None, "heads"), ("heads",)))
 
 
@@ -86,6 +88,24 @@ def test_product_scatter(ways, with_beside):
         own = slice(device_number * T // ways, (device_number + 1) * T // ways)
         np.testing.assert_array_equal(got, beside if with_beside else beside[:, own])
     assert counts(run, a, b, down, other, beside) == only_permutes((ways - 1) * (2 if with_beside else 1))
+
+
+@pytest.mark.parametrize("ways, by", [(2, 1), (4, 1), (4, 2)])
+def test_a_stage_permutes_while_others_do_not(ways, by):
+    """Only the second stage sends, by exchanges of pairs; a permute of XLA would wait for the first for ever."""
+    c = config(mesh__pipeline=2, mesh__tensor=ways, train__accumulation_steps=2)
+    layout = make_layout(c, meshes.build(c, jax.devices()[: 2 * ways]))
+
+    def device(x):
+        turns = jax.lax.axis_index("pipeline")
+        return (jax.lax.fori_loop(0, turns, lambda _, x: permute(layout, x, "tensor", by), x),)
+
+    run = jax.jit(per_device(layout, device, [BOTH], [BOTH]))
+    x = integers(2 * ways, 3)
+    first, second = np.split(x, 2)
+    np.testing.assert_array_equal(run(x)[0], np.concatenate([first, np.roll(second, by, 0)]))
+    text = run.lower(x).as_text()
+    assert "collective_permute" not in text and text.count("stablehlo.all_to_all") == (1 if ways == 2 * by else 2)
 
 
 def test_one_permute_stands_beside_each_product():

@@ -1,14 +1,18 @@
 """The overlap settings as XLA flags: the user's own win, unknown ones are left out with a note; CPUs have others."""
 
 import logging
+import math
 
 import jax
 import pytest
+import tiny
 
-from jaxtrain.config import default_config
+from jaxtrain.config import ConfigError, default_config
 from jaxtrain.config.validate import problems
 from jaxtrain.hardware import gpus as hardware
+from jaxtrain.observe import compiles
 from jaxtrain.parallel import mesh, overlap
+from jaxtrain.parallel.sharding import make_layout
 from jaxtrain.plan import compile
 from jaxtrain.runtime import compat
 from jaxtrain.train import scoring
@@ -23,14 +27,68 @@ def options(platform="cuda", gpu=None, **changes):
 
 def test_each_setting_reaches_its_flag():
     default = options()
-    assert default["xla_gpu_enable_latency_hiding_scheduler"] is True and len(default) == 9, "this jax knows them all"
+    assert default["xla_gpu_enable_latency_hiding_scheduler"] is True and len(default) == 10, "this jax knows them all"
+    hiding = ("xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_experimental_collective_start_as_early_as_possible")
+    assert options(latency_hiding=False) == default | dict.fromkeys(hiding, False) != default
     for setting, value, name in [
-        ("latency_hiding", False, "xla_gpu_enable_latency_hiding_scheduler"),
         ("memory_limit_percent", 60, "xla_gpu_memory_limit_slop_factor"),
         ("parallel_collectives", 4, "xla_gpu_experimental_parallel_collective_overlap_limit"),
         ("double_buffering", True, "xla_gpu_enable_while_loop_double_buffering"),
     ]:
         assert options(**{setting: value}) == default | {name: value} != default
+
+
+def test_of_two_collectives_the_second_does_not_start_early():
+    """HSDP: gradients are scattered over fsdp, then summed over data. `data` alone, or `fsdp` alone: one collective."""
+    early = "xla_gpu_experimental_collective_start_as_early_as_possible"
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+    def found(**mesh_and_stage):
+        c = tiny.config(**mesh_and_stage)
+        layout = make_layout(c, mesh.build(c, jax.devices()[: math.prod(c.mesh.values())]))
+        flags = overlap.compiler_options(c, "cuda", None, layout)
+        return flags[early], flags[limit]
+
+    assert found(mesh__data=2, mesh__fsdp=2) == found(mesh__data=2, mesh__sequence=2) == (False, 2)
+    assert found(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=1, overlap__parallel_collectives=5) == (False, 5)
+    for one in (dict(mesh__fsdp=4), dict(mesh__data=4), dict(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=0)):
+        assert found(**one) == (True, 3)
+
+
+def test_nccl_buffers(monkeypatch):
+    """This jax has the options; one that has not refuses the setting before anything is compiled."""
+    user, symmetric = "xla_gpu_enable_nccl_user_buffers", "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+    assert options(nccl_buffers="registered") == options() | {user: True}
+    assert options(nccl_buffers="symmetric") == options() | {user: True, symmetric: True}
+    monkeypatch.setattr(overlap, "_known", lambda name, value: name != symmetric)
+    assert user in options(nccl_buffers="registered")
+    with pytest.raises(ConfigError, match=f"overlap.nccl_buffers: symmetric needs {symmetric}, which XLA of jax .* has not"):
+        options(nccl_buffers="symmetric")
+
+
+def test_profile_guided_steps():
+    """Calls run under jax's PGLE, with so many profiled runs, and nothing else does; without a GPU it is refused."""
+    found = []
+
+    def function(*arguments):
+        values = jax.config.values
+        found.append((values["jax_enable_pgle"], jax._src.config.enable_pgle.value, jax._src.config.pgle_profiling_runs.value))
+        return arguments
+
+    guided = compat.profile_guided(function, 7)
+    assert guided(1, 2) == (1, 2) and found[0][1:] == (True, 7) and jax._src.config.enable_pgle.value is False
+    with pytest.raises(ConfigError, match="overlap.profile_guided_steps: 3 steps to be timed on a GPU: there is none"):
+        compiles.Once("The train step", function, None, 3)
+
+
+def test_what_contradicts_profile_guided_steps():
+    config = default_config()
+    config.overlap.profile_guided_steps = 3
+    assert not [text for text in problems(config) if "profile_guided" in text]
+    config.overlap.latency_hiding, config.runtime.fake_devices, config.runtime.on_slow_step = False, 1, "stop"
+    config.observe.profile_steps = ("4", "6")
+    found = [text for text in problems(config) if text.startswith("overlap.profile_guided_steps: ")]
+    assert len(found) == 4 and "record from step 5 on" in found[2]
 
 
 def test_programs_for_cpus_are_made_quickly_unless_the_user_says_how(monkeypatch):
@@ -115,7 +173,7 @@ def test_flags_of_the_user_win_and_are_reported(monkeypatch, caplog):
 
 def test_unknown_flags_are_left_out_with_a_note(monkeypatch, caplog):
     flags = {"xla_gpu_no_such_flag": True, "xla_gpu_memory_limit_slop_factor": 90}
-    monkeypatch.setattr(overlap, "flags", lambda settings, gpu: flags)
+    monkeypatch.setattr(overlap, "flags", lambda *_: flags)
     with caplog.at_level(logging.INFO):
         assert options() == {"xla_gpu_memory_limit_slop_factor": 90}
     assert "has no option xla_gpu_no_such_flag; left out" in caplog.text

@@ -42,6 +42,7 @@ EVERYTHING = TIED | dict(
 )
 MODELS = {"untied": UNTIED, "tied": TIED, "everything": EVERYTHING}
 FSDP, TENSOR, SEQUENCE, DATA = (dict([(f"mesh__{axis}", 2)]) for axis in ("fsdp", "tensor", "sequence", "data"))
+RING, PAIRS = dict(sharding__context_method="ring"), dict(mesh__tensor=4, overlap__collective_matmul=True)
 EVERY = dict(memory__remat="full", memory__remat_every_blocks=2)
 INPUT = dict(pipeline__keep="input")
 REMAT = {policy: dict(memory__remat=policy) for policy in ("none", "full", "attention")}
@@ -57,18 +58,18 @@ CASES = [
     ("gpipe", 2, 4, "tied", TENSOR | REMAT["full"]),
     ("gpipe", 2, 8, "everything", DATA | INPUT),
     ("gpipe", 4, 4, "tied", FSDP | stage(1)),
-    ("gpipe", 4, 8, "untied", SEQUENCE),
+    ("gpipe", 4, 8, "untied", SEQUENCE | RING),
     ("1f1b", 2, 2, "everything", TENSOR | FSDP),
-    ("1f1b", 2, 4, "untied", SEQUENCE | INPUT | REMAT["none"]),
+    ("1f1b", 2, 4, "untied", dict(mesh__sequence=4) | RING | INPUT | REMAT["none"]),
     ("1f1b", 2, 8, "tied", FSDP | DATA | stage(2)),
-    ("1f1b", 4, 4, "untied", TENSOR | REMAT["full"]),
+    ("1f1b", 4, 4, "untied", TENSOR | REMAT["full"] | dict(overlap__collective_matmul=False)),
     ("1f1b", 4, 8, "tied", FSDP | stage(1) | REMAT["attention"]),
     ("interleaved", 2, 2, "tied", SEQUENCE),
     ("interleaved", 2, 4, "everything", FSDP | stage(1)),
     ("interleaved", 2, 8, "untied", TENSOR | DATA | INPUT),
     ("interleaved", 4, 4, "untied", FSDP | dict(overlap__prefetch="off")),
     ("interleaved", 4, 8, "tied", TENSOR | REMAT["full"]),
-    ("zero_bubble", 2, 2, "untied", TENSOR | REMAT["full"]),
+    ("zero_bubble", 2, 2, "untied", PAIRS | REMAT["full"]),
     ("zero_bubble", 2, 4, "everything", FSDP | TENSOR),
     ("zero_bubble", 2, 8, "tied", SEQUENCE | INPUT | REMAT["none"]),
     ("zero_bubble", 4, 4, "tied", FSDP | stage(2) | EVERY),

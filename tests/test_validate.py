@@ -153,10 +153,20 @@ RULES = {
         {"memory__offload": ()},
     ),
     "ring steps in stages": (
-        {"mesh__pipeline": 2, "train__accumulation_steps": 2, "overlap__collective_matmul": True},
-        2,
-        "overlap.collective_matmul: its ring steps would need all stages of mesh.pipeline=2 at once, which work on different "
-        "things; set None (where it can be) or False",
+        {
+            "mesh__pipeline": 2,
+            "mesh__tensor": 3,
+            "train__accumulation_steps": 2,
+            "overlap__collective_matmul": True,
+            "model__num_heads": 3,
+            "model__num_kv_heads": 3,
+            "model__mlp_dim": 96,
+            "model__vocab_pad_multiple": 6,
+            "data__seq_len_tokens": 24,
+        },
+        6,
+        "overlap.collective_matmul: in the stages of mesh.pipeline=2 its ring steps are exchanges of pairs, which "
+        "mesh.tensor=3 does not divide into; set None (where it pays) or False",
         {"overlap__collective_matmul": None},
     ),
     "vocabulary over stages": (
@@ -352,10 +362,17 @@ RULES = {
         {"sharding__context_ulysses_devices": 0},
     ),
     "a ring in pipeline stages": (
-        {"mesh__sequence": 2, "mesh__pipeline": 2, "train__accumulation_steps": 4, "sharding__context_method": "ring"},
-        4,
-        "sharding.context_method: ring cannot run in mesh.pipeline=2 stages, which do different things at a time while its "
-        "permutes join all devices; use all_gather, ulysses or auto",
+        {
+            "mesh__sequence": 3,
+            "mesh__pipeline": 2,
+            "train__accumulation_steps": 4,
+            "sharding__context_method": "ring",
+            "sharding__zero_stage": 0,
+            "data__seq_len_tokens": 24,
+        },
+        6,
+        "sharding.context_method: ring has a ring of 3; in stages of mesh.pipeline=2 its steps are exchanges of pairs, so it "
+        "must be even; use all_gather, ulysses or auto",
         {"sharding__context_method": "auto"},
     ),
     "a ring with attention dropout": (

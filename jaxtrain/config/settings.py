@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxtrain.config.data_settings import DATA
 from jaxtrain.config.model_settings import MODEL
+from jaxtrain.config.overlap import OVERLAP
 from jaxtrain.config.precision import PRECISION
 from jaxtrain.config.setting import NOTHING, ROWS, SECTION_CHANGES, Setting, share
 from jaxtrain.remat.activations import POLICIES
@@ -37,8 +38,8 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "With sequence > 1, how attention sees the whole row. ring: keys and values travel from device to device; "
             "all_gather: each device gathers those of the whole row; ulysses: each gets all positions of some heads; "
             "ulysses_ring: ulysses among context_ulysses_devices neighbours, a ring across. auto: ring, but all_gather with "
-            "model.dropout_attention (its masks need all keys of a query at once) or pipeline > 1 (a ring's permutes join all "
-            "devices, but stages do different things at a time).",
+            "model.dropout_attention (its masks need all keys of a query at once) or pipeline > 1 (where a ring's steps are "
+            "exchanges of pairs: it must be even, and sends twice as much if longer than 2).",
             choices=("auto", "ring", "all_gather", "ulysses", "ulysses_ring"),
         ),
         "context_placement": Setting(
@@ -99,34 +100,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         ),
         "loss_chunk_tokens": Setting(1024, "Tokens per device whose logits exist at one time.", low=1),
     },
-    "overlap": {
-        "prefetch": Setting(
-            "both",
-            "ZeRO-3: in which passes the weights of the next block are gathered while one computes. Costs the gathered weights "
-            "of one more block.",
-            choices=("off", "forward", "backward", "both"),
-        ),
-        "collective_matmul": Setting(
-            None,
-            "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
-            "partial products. None: unless there are pipeline stages, which cannot have them.",
-            optional=bool,
-        ),
-        "expert_rounds": Setting(
-            2, "With mesh.expert: parts in which rows travel to experts, one on its way while another is computed.", low=1
-        ),
-        "latency_hiding": Setting(True, "On GPUs: XLA's latency-hiding scheduler."),
-        "combine_mib": Setting(
-            0, "On GPUs: collectives of a block are combined up to this size (reduce-scatters a quarter); 0: by the GPU.", low=0
-        ),
-        "parallel_collectives": Setting(2, "On GPUs: how many collectives may be under way at a time.", low=1),
-        "double_buffering": Setting(
-            False, "On GPUs: the layer loops are unrolled twice, which saves copies of fetched weights and costs memory."
-        ),
-        "memory_limit_percent": Setting(
-            95, "On GPUs: share of the device's memory up to which the scheduler may start collectives early.", low=1, high=100
-        ),
-    },
+    "overlap": OVERLAP,
     "optimizer": {
         "name": Setting("adamw", "Update rule.", choices=("adamw", "lion", "muon", "adafactor", "sgd")),
         "learning_rate": Setting(3e-4, "Peak learning rate.", low=0.0),

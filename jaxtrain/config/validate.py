@@ -16,6 +16,7 @@ import ml_collections
 from jaxtrain.config import ConfigError, check
 from jaxtrain.config.data import problems as source_problems
 from jaxtrain.config.observing import problems as observe_problems
+from jaxtrain.config.overlap import problems as overlap_problems
 from jaxtrain.config.precision import problems as precision_problems
 from jaxtrain.config.suggest import divisors, indivisible, indivisible_layers, nearest_divisors, nearest_multiples
 from jaxtrain.config.values import address_problem
@@ -67,7 +68,7 @@ def problems(config: ml_collections.ConfigDict, num_devices: int | None = None) 
             found += error.problems
     sizes = {axis: max(size, 1) for axis, size in sizes.items()}  # an axis of -1 without devices: nothing to say yet
     found += _model_problems(config.model) + _layout_problems(config, sizes) + _step_problems(config)
-    found += _pipeline_problems(config, sizes["pipeline"])
+    found += _pipeline_problems(config, sizes["pipeline"], sizes["tensor"])
     return found + _data_problems(config, sizes) + _context_problems(config, sizes) + _run_problems(config)
 
 
@@ -171,7 +172,7 @@ def _layout_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) -
     return found
 
 
-def _pipeline_problems(config: ml_collections.ConfigDict, stages: int) -> list[str]:
+def _pipeline_problems(config: ml_collections.ConfigDict, stages: int, tensor: int) -> list[str]:
     pipeline, layers, found = config.pipeline, config.model.num_layers, []
     if stages == 1:
         if pipeline.virtual_stages > 1:
@@ -200,10 +201,10 @@ def _pipeline_problems(config: ml_collections.ConfigDict, stages: int) -> list[s
             f"memory.remat_every_blocks: {every} does not divide the {layers // (stages * virtual)} layers of a "
             f"{'virtual ' * (virtual > 1)}stage; nearest: {nearest_divisors(layers // (stages * virtual), every)}"
         )
-    if config.overlap.collective_matmul:
+    if config.overlap.collective_matmul and tensor > 1 and tensor % 2:
         found.append(
-            f"overlap.collective_matmul: its ring steps would need all stages of mesh.pipeline={stages} at once, which work on "
-            "different things; set None (where it can be) or False"
+            f"overlap.collective_matmul: in the stages of mesh.pipeline={stages} its ring steps are exchanges of pairs, which "
+            f"mesh.tensor={tensor} does not divide into; set None (where it pays) or False"
         )
     named = [name for name in config.memory.offload if name in ACTIVATIONS]
     if named:
@@ -291,10 +292,10 @@ def _context_problems(config: ml_collections.ConfigDict, sizes: dict[str, int]) 
             f"sharding.context_ulysses_devices: {asked} does not divide mesh.sequence={sequence}; nearest: {nearest}",
         ]
     layout = context.resolve(config, sequence, tensor)
-    if layout.method == "ring" and layout.ring > 1 and sizes["pipeline"] > 1:
+    if layout.method == "ring" and layout.ring > 1 and layout.ring % 2 and sizes["pipeline"] > 1:
         found.append(
-            f"sharding.context_method: {method} cannot run in mesh.pipeline={sizes['pipeline']} stages, which do different "
-            "things at a time while its permutes join all devices; use all_gather, ulysses or auto"
+            f"sharding.context_method: {method} has a ring of {layout.ring}; in stages of mesh.pipeline={sizes['pipeline']} "
+            "its steps are exchanges of pairs, so it must be even; use all_gather, ulysses or auto"
         )
     heads, group = context.own_heads(model, tensor)
     if not context.exchanges(heads, group, layout.group):
@@ -360,7 +361,7 @@ def _run_problems(config: ml_collections.ConfigDict) -> list[str]:
         found.append("runtime.elastic: fewer processes need a mesh axis that takes what is left; set one to -1: mesh.data=-1")
     if config.runtime.local_devices and (config.runtime.fake_devices or config.runtime.platform == "cpu"):
         found.append("runtime.local_devices: names GPUs, but runtime.platform=cpu or runtime.fake_devices asks for none")
-    found += observe_problems(config)
+    found += observe_problems(config) + overlap_problems(config)
     saves = config.checkpoint.save_every_steps or config.checkpoint.save_every_minutes
     if config.train.on_spike == "rollback" and (not saves or config.checkpoint.weights_only):
         why = "checkpoint.weights_only=True" if saves else "checkpoint.save_every_steps=0"

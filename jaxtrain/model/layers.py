@@ -150,14 +150,14 @@ def _column_parallel_backward(equation, layout, matmul, residuals, gs):
         parts = (matmul(input_equation, g, w.value, jnp.float32, gradient=0) for g, w in zip(gs, weights, strict=True))
         return sum(parts).astype(x.dtype)
 
+    defers = any(w.defers_gradient for w in weights)
     if layout.collective_matmul:
-        dx, x = matmul_reduce_scatter(layout, multiply, gs, beside=x)
+        dx, whole = matmul_reduce_scatter(layout, multiply, gs, beside=None if defers else x)
     else:
-        dx = scatter_positions(layout, multiply(*gs))
-        if any(w.defers_gradient for w in weights):
-            return dx, [w.cotangent(DeferredGradient(x, g)) for g, w in zip(gs, weights, strict=True)]
-        x = gather_positions(layout, x)
-    grads = [matmul(weight_equation, x, g, jnp.float32, gradient=1) for g in gs]
+        dx, whole = scatter_positions(layout, multiply(*gs)), None if defers else gather_positions(layout, x)
+    if defers:
+        return dx, [w.cotangent(DeferredGradient(x, g)) for g, w in zip(gs, weights, strict=True)]
+    grads = [matmul(weight_equation, whole, g, jnp.float32, gradient=1) for g in gs]
     return dx, [w.cotangent(g) for g, w in zip(grads, weights, strict=True)]
 
 
@@ -225,13 +225,13 @@ def _row_parallel_backward(equation, layout, matmul, residuals, g):
         return [matmul(input_equation, g, weight.value, g.dtype, gradient=0)]
 
     if layout.collective_matmul:
-        [dx], g = all_gather_matmul(layout, g, multiply, whole=True)
+        [dx], whole = all_gather_matmul(layout, g, multiply, whole=not weight.defers_gradient)
     else:
-        between, g = g, gather_positions(layout, g)
-        [dx] = multiply(g)
-        if weight.defers_gradient:
-            return dx, weight.cotangent(DeferredGradient(x, between))
-    return dx, weight.cotangent(matmul(weight_equation, x, g, jnp.float32, gradient=1, peaks=(x_peak, None)))
+        whole = gather_positions(layout, g)
+        [dx] = multiply(whole)
+    if weight.defers_gradient:
+        return dx, weight.cotangent(DeferredGradient(x, g))
+    return dx, weight.cotangent(matmul(weight_equation, x, whole, jnp.float32, gradient=1, peaks=(x_peak, None)))
 
 
 _row_parallel.defvjp(_row_parallel_forward, _row_parallel_backward)

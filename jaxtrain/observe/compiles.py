@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.runtime import executables
+from jaxtrain.config import ConfigError
+from jaxtrain.runtime import compat, executables
 
 log = logging.getLogger(__name__)
 FILE, LONGEST = "compile_log.jsonl", 3
@@ -97,14 +98,21 @@ class Once:
       name: for the warning.
       function: jitted.
       compiled: it, for the arguments that are expected.
+      guided_steps: so many first runs are timed, on a GPU, and it is then compiled anew with these times; 0: not. Raises
+        ConfigError where there is no GPU.
     """
 
-    def __init__(self, name: str, function: jax.stages.Wrapped, compiled: jax.stages.Compiled):
+    def __init__(self, name: str, function: jax.stages.Wrapped, compiled: jax.stages.Compiled, guided_steps: int = 0):
         self._name, self._function, self.compiled = name, function, compiled
+        if guided_steps and jax.default_backend() != "gpu":
+            raise ConfigError([f"overlap.profile_guided_steps: {guided_steps} steps to be timed on a GPU: there is none"])
+        self._guided = compat.profile_guided(function, guided_steps) if guided_steps else None
         self._seen: dict[str, dict[str, Any]] = {}  # arguments by path, those of the first call
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it. Arguments that are donated are not touched where they do not fit."""
+        if self._guided:
+            return self._guided(*arguments)
         self._seen = self._seen or described(arguments)
         try:
             return self.compiled(*arguments)

@@ -56,9 +56,35 @@ def _used(layout, axes):
 
 
 def permute(layout: Layout, x: Any, axis: str, by: int) -> Any:
-    """The array, or tree of arrays, of the device that is `by` devices earlier along an axis, around the ring."""
+    """The array, or tree of arrays, of the device that is `by` devices earlier along an axis, around the ring.
+
+    XLA's permute joins all devices of a program. Inside pipeline stages, which work on different things at a time, pairs of
+    devices exchange instead: `by` must divide the axis into rings of an even number of devices.
+    """
     ways = layout.size(axis)
-    return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)]) if ways > 1 else x
+    if ways == 1:
+        return x
+    if axis != "pipeline" and layout.size("pipeline") > 1:
+        return jax.tree.map(lambda array: _permute_by_pairs(array, axis, ways, by), x)
+    return jax.lax.ppermute(x, axis, [(i, (i + by) % ways) for i in range(ways)])
+
+
+def _permute_by_pairs(x, axis, ways, by):
+    """A ring of two is one exchange; in longer ones a device exchanges with both neighbours, and keeps what the first sent."""
+    rings = [list(range(first, ways, by)) for first in range(by)]
+
+    def partners(first):
+        """What the partners have, where pairs begin with each second device of a ring from `first` on."""
+        pairs = [[ring[n], ring[(n + 1) % len(ring)]] for ring in rings for n in range(first, len(ring), 2)]
+        own_place = jnp.asarray([place for _, place in sorted((pair[i], i) for pair in pairs for i in (0, 1))])
+        sent = jnp.broadcast_to(x, (2, *x.shape))
+        both = jax.lax.all_to_all(sent, axis, 0, 0, axis_index_groups=pairs, tiled=True)
+        return both[1 - own_place[jax.lax.axis_index(axis)]]
+
+    if len(rings[0]) == 2:
+        return partners(0)
+    is_second = jax.lax.axis_index(axis) // by % 2 == 1
+    return jnp.where(is_second, partners(0), partners(1))
 
 
 def broadcast(layout: Layout, x: jax.Array, axis: str, source: int) -> jax.Array:

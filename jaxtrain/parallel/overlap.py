@@ -21,7 +21,9 @@ from typing import Any
 import jax
 import ml_collections
 
+from jaxtrain.config import ConfigError
 from jaxtrain.hardware.gpus import Gpu
+from jaxtrain.parallel.sharding import STATE_AXES, Layout
 from jaxtrain.runtime import compat
 
 log = logging.getLogger(__name__)
@@ -36,13 +38,28 @@ DEFAULT_COMBINE_MIB = 128
 DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
-def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any]:
-    """XLA flags for the settings of section `overlap` on a GPU (None: one that is not in the table)."""
+# Memory that NCCL itself reads and writes (user buffers), and the same at one place on all GPUs (NCCL 2.27, for NVLink).
+NCCL_BUFFERS = {
+    "copied": {},
+    "registered": {"xla_gpu_enable_nccl_user_buffers": True},
+    "symmetric": {"xla_gpu_enable_nccl_user_buffers": True, "xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+}
+
+
+def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None, chained: bool = False) -> dict[str, Any]:
+    """XLA flags for the settings of section `overlap` on a GPU (None: one that is not in the table).
+
+    chained: a gradient is reduced by two collectives, one after the other.
+    """
     combine = settings.combine_mib or COMBINE_MIB.get(gpu.compute_capability if gpu else "", DEFAULT_COMBINE_MIB)
     return {
         "xla_gpu_enable_latency_hiding_scheduler": settings.latency_hiding,
+        # XLA by itself starts a collective when just enough seems to be left to hide it, and rates the links too high: the
+        # gradients of a block then come late. Of two that follow each other, it would start the second so early that nothing
+        # is left beside the first.
+        "xla_gpu_experimental_collective_start_as_early_as_possible": settings.latency_hiding and not chained,
         "xla_gpu_memory_limit_slop_factor": settings.memory_limit_percent,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": settings.parallel_collectives or (2 if chained else 3),
         "xla_gpu_enable_while_loop_double_buffering": settings.double_buffering,
         "xla_gpu_all_gather_combine_threshold_bytes": combine << 20,
         "xla_gpu_all_reduce_combine_threshold_bytes": combine << 20,
@@ -54,13 +71,24 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None) -> dict[str, Any
     }
 
 
-def compiler_options(config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """XLA options of the programs of a model on a platform; for CPUs, those that make them quickly."""
+def compiler_options(
+    config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None, layout: Layout | None = None
+) -> dict[str, Any]:
+    """XLA options of the programs of a model on a platform; for CPUs, those that make them quickly.
+
+    Raises ConfigError for what this jax cannot do.
+    """
     by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
     if platform not in ("gpu", "cuda"):
         return {name: value for name, value in compat.cpu_options().items() if name not in by_user}
     options = {}
-    for name, value in (flags(config.overlap, gpu) | (DETERMINISTIC if config.runtime.deterministic else {})).items():
+    wanted = NCCL_BUFFERS[config.overlap.nccl_buffers]
+    if missing := [name for name, value in wanted.items() if not _known(name, value)]:
+        needs = f"overlap.nccl_buffers: {config.overlap.nccl_buffers} needs {missing[0]}"
+        raise ConfigError([f"{needs}, which XLA of jax {jax.__version__} has not; set copied"])
+    chained = bool(layout and layout.zero_stage and layout.size("data") > 1 and layout.size(*STATE_AXES) > 1)
+    deterministic = DETERMINISTIC if config.runtime.deterministic else {}
+    for name, value in (flags(config.overlap, gpu, chained) | wanted | deterministic).items():
         if name in by_user:
             log.info("%s: as set in XLA_FLAGS, not %s", name, value)
         elif _known(name, value):

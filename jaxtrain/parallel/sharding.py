@@ -196,14 +196,16 @@ def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
     tensor, model = mesh.shape["tensor"], config.model
     heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
     sequence_parallel = config.sharding.sequence_parallel and tensor > 1
-    wanted, ring = config.overlap.collective_matmul, sequence_parallel and mesh.shape["pipeline"] == 1
+    wanted = config.overlap.collective_matmul
+    if wanted is None:  # in pipeline stages, rings of more than two devices send twice as much
+        wanted = mesh.shape["pipeline"] == 1 or tensor == 2
     return Layout(
         mesh,
         config.sharding.zero_stage,
         sequence_parallel,
         heads,
         config.precision.reduce_dtype,
-        ring and wanted is not False,
+        sequence_parallel and wanted,
         config.pipeline.virtual_stages,
         resolve(config, mesh.shape["sequence"], tensor),
     )

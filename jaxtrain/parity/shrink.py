@@ -32,6 +32,7 @@ def shrink(config: ml_collections.ConfigDict, max_devices: int = 8) -> ml_collec
     small.runtime.update(
         platform="cpu", num_processes=1, process_id=0, coordinator_address="", fake_devices=math.prod(sizes.values())
     )
+    small.overlap.profile_guided_steps = 0  # of GPUs
     if config.runtime.attention == "cudnn":
         small.runtime.attention = "auto"
     if sizes["pipeline"] == 1:

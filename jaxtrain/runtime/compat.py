@@ -130,6 +130,17 @@ def collective_flags(seconds: int) -> dict[str, int]:
     }
 
 
+def profile_guided(function: Any, runs: int) -> Any:
+    """A jitted function whose first runs are timed by jax's profiler, and which is then compiled with these times (PGLE)."""
+    from jax._src import config
+
+    def call(*arguments):
+        with config.enable_pgle(True), config.pgle_profiling_runs(runs):
+            return function(*arguments)
+
+    return call
+
+
 def cpu_options() -> dict[str, Any]:
     """Compiler options of programs for CPUs: without expensive passes of LLVM; loops as XLA makes them by itself up to 0.10;
     and a program is cut into no more parts than there are cores for, each of which costs."""

@@ -140,7 +140,8 @@ class _Session:
     def __init__(self, config, program: Program, corpus: Corpus, keeper: Keeper, figures: Figures, step_compiled, recovery):
         self.config, self.program, self.corpus = config, program, corpus
         self.keeper, self.figures = keeper, figures
-        self.step_compiled = compiles.Once("The train step", program.train_step, step_compiled)
+        guided = config.overlap.profile_guided_steps
+        self.step_compiled = compiles.Once("The train step", program.train_step, step_compiled, guided)
         self.recorder = Recorder(resolved(config, program), recovery.workdir, step_compiled, recovery.steps_done)
         self.diagnosis = Diagnosis(program, corpus.tokenizer, recovery.workdir)
         self.recovery, self.start = recovery, recovery.steps_done

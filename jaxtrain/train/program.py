@@ -154,7 +154,7 @@ def build_program(config: ml_collections.ConfigDict, mesh: Mesh) -> Program:
         raise ConfigError([f"precision.products: {gpu.name} has no fp8 products (it has bfloat16); use compute"])
     f = Functions(config, execution.of_config(config, layout, device))
     once = functools.partial(jax.jit, compiler_options=compat.run_once_options(device.platform))
-    options = overlap.compiler_options(config, device.platform, gpu)
+    options = overlap.compiler_options(config, device.platform, gpu, layout)
 
     def jit(function, **settings):
         return jax.jit(matmul_precision.products_in(f.execution.dtype)(function), compiler_options=options, **settings)

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Collection, Iterator
 
 from jaxtrain.plan.read import protobuf
-from jaxtrain.plan.read.hlo import DEVICE, Instruction, Module
+from jaxtrain.plan.read.hlo import COLLECTIVE, DEVICE, Instruction, Module
 
 _ALLOCATE, _FREE, _SHARE = range(3)  # kinds of HeapSimulatorTrace.Event
 
@@ -152,6 +152,11 @@ def read(data: bytes, module: Module) -> Assignment:
 _UNKNOWN = Instruction(0, "", "", 0, (), (), "", {})
 
 
+def _space(part: protobuf.Fields, field: int) -> int:
+    found = protobuf.number(part, field)
+    return DEVICE if found == COLLECTIVE else found
+
+
 def _value(part: protobuf.Fields, module: Module) -> Value:
     place = protobuf.fields(part.get(3, [b""])[-1])
     node = module.nodes.get(protobuf.number(place, 4), _UNKNOWN)
@@ -159,7 +164,7 @@ def _value(part: protobuf.Fields, module: Module) -> Value:
     return Value(
         id=protobuf.number(part, 1),
         size=protobuf.number(part, 2),
-        color=protobuf.number(part, 4),
+        color=_space(part, 4),
         node=node,
         dtype=array.dtype if array else "",
         dims=array.dims if array else (),
@@ -171,7 +176,7 @@ def _allocation(data: bytes) -> Allocation:
     return Allocation(
         index=protobuf.number(part, 1),
         size=protobuf.number(part, 2),
-        color=protobuf.number(part, 8),
+        color=_space(part, 8),
         parameter=protobuf.number(part, 6) if protobuf.number(part, 5) else None,
         live_out=bool(protobuf.number(part, 7)),
         constant=bool(protobuf.number(part, 12)),

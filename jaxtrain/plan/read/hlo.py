@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from jaxtrain.plan.read import groups
 from jaxtrain.plan.read.protobuf import Fields, fields, number, numbers, text
 
-DEVICE, HOST = 0, 5  # memory spaces
+DEVICE, COLLECTIVE, HOST = 0, 1, 5  # memory spaces; that of collectives is the device's memory, registered with NCCL
 MAX_TRIPS = 100_000  # of loops that have to be counted
 # PrimitiveType, as HLO text writes it. Tuples and tokens are missing on purpose: they have no bytes of their own.
 _DTYPES = dict(enumerate("pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64".split(), 1)) | {
