@@ -24,7 +24,6 @@ import ml_collections
 from jaxtrain.config import ConfigError
 from jaxtrain.hardware.gpus import Gpu
 from jaxtrain.parallel.sharding import STATE_AXES, Layout
-from jaxtrain.runtime import compat
 
 log = logging.getLogger(__name__)
 

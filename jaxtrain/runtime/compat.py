@@ -141,17 +141,14 @@ def profile_guided(function: Any, runs: int) -> Any:
     return call
 
 
-def cpu_options() -> dict[str, Any]:
-    """Compiler options of programs for CPUs: without expensive passes of LLVM; loops as XLA makes them by itself up to 0.10;
-    and a program is cut into no more parts than there are cores for, each of which costs."""
+def run_once_options(platform: str) -> dict[str, Any]:
+    """Compiler options for a program that runs once: on a CPU, optimizations cost more than they save there, and so do parts that
+    a program is cut into, where there are no cores for them. Loops as XLA makes them by itself up to 0.10."""
+    if platform != "cpu":
+        return {}
     older = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
     parts = max(1, machine.usable_cores() // 2)  # half of them: a run compiles two programs at a time
-    return {"xla_llvm_disable_expensive_passes": True, SPLIT: parts} | older
-
-
-def run_once_options(platform: str) -> dict[str, Any]:
-    """Compiler options for a program that runs once: on a CPU, LLVM's optimizations cost more than they save there."""
-    return cpu_options() | {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, SPLIT: parts} | older
 
 
 def kernel_cache(file: str) -> dict[str, Any]:
