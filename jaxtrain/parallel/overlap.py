@@ -73,13 +73,13 @@ def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None, chained: bool = 
 def compiler_options(
     config: ml_collections.ConfigDict, platform: str, gpu: Gpu | None = None, layout: Layout | None = None
 ) -> dict[str, Any]:
-    """XLA options of the programs of a model on a platform; for CPUs, those that make them quickly.
+    """XLA options of the programs of a model on a platform; none for CPUs, where what compiles sooner makes slower steps.
 
     Raises ConfigError for what this jax cannot do.
     """
-    by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
     if platform not in ("gpu", "cuda"):
-        return {name: value for name, value in compat.cpu_options().items() if name not in by_user}
+        return {}
+    by_user = set(re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", "")))
     options = {}
     wanted = NCCL_BUFFERS[config.overlap.nccl_buffers]
     if missing := [name for name, value in wanted.items() if not _known(name, value)]:

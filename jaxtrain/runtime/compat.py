@@ -142,8 +142,8 @@ def profile_guided(function: Any, runs: int) -> Any:
 
 
 def run_once_options(platform: str) -> dict[str, Any]:
-    """Compiler options for a program that runs once: on a CPU, optimizations cost more than they save there, and so do parts that
-    a program is cut into, where there are no cores for them. Loops as XLA makes them by itself up to 0.10."""
+    """Compiler options for a program that runs once: on a CPU, optimizations cost more than they save there, and so do parts
+    that a program is cut into, where there are no cores for them. Loops as XLA makes them by itself up to 0.10."""
     if platform != "cpu":
         return {}
     older = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
