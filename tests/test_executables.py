@@ -62,12 +62,12 @@ def exported(tmp_path_factory):
 
 def test_a_run_takes_exported_programs_and_computes_the_same(exported, tmp_path, capsys):
     own, compiled = train(tmp_path / "own")
-    loaded, came = train(tmp_path / "loaded", runtime__executables=exported)
+    loaded, came = train(tmp_path / "loaded", runtime__executables_dir=exported)
     assert loaded == own and len(own) == 5
     programs = ("init", "train_step", "evaluation")
     assert [compiled[name] for name in programs] == ["off"] * 3
     assert [came[name] for name in programs] == ["executables"] * 3
-    assert "2 loaded (runtime.executables)" in capsys.readouterr().err
+    assert "2 loaded (runtime.executables_dir)" in capsys.readouterr().err
 
 
 def lowered(**changes):
@@ -83,7 +83,7 @@ def lowered(**changes):
 
 
 def test_settings_that_are_in_no_program_do_not_matter(exported):
-    found = lowered(runtime__executables=exported, optimizer__learning_rate=1e-4, train__num_steps=9)
+    found = lowered(runtime__executables_dir=exported, optimizer__learning_rate=1e-4, train__num_steps=9)
     assert len(found.runtime_executable().hlo_modules()) == 1, "which a recorded step is shown beside"
 
 
@@ -96,8 +96,8 @@ def test_settings_that_are_in_no_program_do_not_matter(exported):
     ],
 )
 def test_a_program_of_other_settings_is_compiled_with_a_warning(exported, change, told, caplog):
-    assert lowered(runtime__executables=exported, **change) is None
-    [warning] = [record.getMessage() for record in caplog.records if "runtime.executables" in record.getMessage()]
+    assert lowered(runtime__executables_dir=exported, **change) is None
+    [warning] = [record.getMessage() for record in caplog.records if "runtime.executables_dir" in record.getMessage()]
     assert warning.endswith(f"its train_step is another program ({told}); compiled now")
 
 
@@ -133,13 +133,13 @@ def changed(folder, target, key, value):
 def test_programs_for_something_else_are_refused_with_both_values(exported, tmp_path, key, value):
     own = changed(exported, tmp_path / "other", key, value)
     with pytest.raises(UserError, match=re.escape(f"\n  {key}: {value} there, {own} here")):
-        executables.use(config(runtime__executables=tmp_path / "other"), np.array(jax.devices()))
+        executables.use(config(runtime__executables_dir=tmp_path / "other"), np.array(jax.devices()))
 
 
 def test_flags_that_change_no_program_do_not_matter(exported, monkeypatch):
     flags = "--xla_dump_to=/nowhere --xla_force_host_platform_device_count=8 " + os.environ["XLA_FLAGS"]
     monkeypatch.setenv("XLA_FLAGS", flags)
-    executables.use(config(runtime__executables=exported), np.array(jax.devices()))
+    executables.use(config(runtime__executables_dir=exported), np.array(jax.devices()))
     executables.use(config(), np.array(jax.devices()))
 
 
@@ -147,16 +147,16 @@ def test_a_folder_without_programs_or_with_damaged_ones_is_refused(exported, tmp
     for text in (None, "{", "[]", '{"programs": 1}'):
         if text:
             (tmp_path / executables.MANIFEST).write_text(text)
-        with pytest.raises(UserError, match=rf"^runtime.executables={tmp_path}: has no executables.json as python -m"):
-            executables.use(config(runtime__executables=tmp_path), np.array(jax.devices()))
+        with pytest.raises(UserError, match=rf"^runtime.executables_dir={tmp_path}: has no executables.json as python -m"):
+            executables.use(config(runtime__executables_dir=tmp_path), np.array(jax.devices()))
     shutil.copytree(exported, tmp_path / "damaged")
     [file] = (tmp_path / "damaged").glob("train_step-*.bin")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"train_step-\w+.bin is damaged \(SHA-256 \w+..., not \w+...\); export it anew"):
-        lowered(runtime__executables=tmp_path / "damaged")
+        lowered(runtime__executables_dir=tmp_path / "damaged")
     file.unlink()
     with pytest.raises(UserError, match=r"train_step-\w+.bin cannot be read: No such file"):
-        lowered(runtime__executables=tmp_path / "damaged")
+        lowered(runtime__executables_dir=tmp_path / "damaged")
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_compiling(tmp_path):
@@ -189,4 +189,4 @@ def test_programs_for_gpus_that_are_not_here(tmp_path):
     assert b"jit_train_step" in program and b"sm_90" in program
     assert sorted({pid[1] for pid in found if pid[0] == "device"}) == list(range(8))
     with pytest.raises(UserError, match="\n  device: NVIDIA H200 there, .* here"):
-        executables.use(config(runtime__executables=tmp_path), np.array(jax.devices()))
+        executables.use(config(runtime__executables_dir=tmp_path), np.array(jax.devices()))

@@ -62,7 +62,7 @@ CASES = [
     ("1f1b", 2, 2, "everything", TENSOR | FSDP),
     ("1f1b", 2, 4, "untied", dict(mesh__sequence=4) | RING | INPUT | REMAT["none"]),
     ("1f1b", 2, 8, "tied", FSDP | DATA | stage(2)),
-    ("1f1b", 4, 4, "untied", TENSOR | REMAT["full"] | dict(overlap__collective_matmul=False)),
+    ("1f1b", 4, 4, "untied", TENSOR | REMAT["full"] | dict(overlap__collective_matmul=True)),
     ("1f1b", 4, 8, "tied", FSDP | stage(1) | REMAT["attention"]),
     ("interleaved", 2, 2, "tied", SEQUENCE),
     ("interleaved", 2, 4, "everything", FSDP | stage(1)),

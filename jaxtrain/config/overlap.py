@@ -17,7 +17,7 @@ OVERLAP: dict[str, Setting] = {
         None,
         "With sequence parallelism: products and their gathers and scatters over tensor run in ring steps, permutes beside "
         "partial products. In pipeline stages a step is an exchange of pairs: tensor must be even, more than 2 send twice as "
-        "much. None: without stages, or with tensor=2.",
+        "much. None: unless there are stages.",
         optional=bool,
     ),
     "expert_rounds": Setting(

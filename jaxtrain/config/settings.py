@@ -333,7 +333,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
             "start runs the same. auto: WORKDIR/compile_cache, unless JAX_COMPILATION_CACHE_DIR is set; empty: none.",
             location=True,
         ),
-        "executables": Setting(
+        "executables_dir": Setting(
             "",
             "Folder of programs compiled ahead (jaxtrain.plan --export), loaded where they fit; only one that you trust.",
             location=True,

@@ -62,7 +62,7 @@ class CompileLog:
             rows = sorted(self.rows, key=lambda row: -row["seconds"])
         total, came = sum(row["seconds"] for row in rows), collections.Counter(row["cache"] for row in rows)
         longest = ", ".join(f"{row['program']} {row['seconds']:.1f} s" for row in rows[:LONGEST])
-        loaded = f", {came['executables']} loaded (runtime.executables)" * bool(came["executables"])
+        loaded = f", {came['executables']} loaded (runtime.executables_dir)" * bool(came["executables"])
         return f"{len(rows)} programs in {total:.1f} s, {came['hit']} from the cache{loaded}; longest: {longest} ({FILE})"
 
     def _happened(self, event: str, **_: Any) -> None:

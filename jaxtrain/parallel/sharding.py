@@ -197,8 +197,8 @@ def make_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> Layout:
     heads = head_layout(model.num_heads, model.num_kv_heads, tensor)
     sequence_parallel = config.sharding.sequence_parallel and tensor > 1
     wanted = config.overlap.collective_matmul
-    if wanted is None:  # in pipeline stages, rings of more than two devices send twice as much
-        wanted = mesh.shape["pipeline"] == 1 or tensor == 2
+    if wanted is None:  # exchanges of pairs, as in pipeline stages, are planned slower than one collective (docs/pipeline.md)
+        wanted = mesh.shape["pipeline"] == 1
     return Layout(
         mesh,
         config.sharding.zero_stage,

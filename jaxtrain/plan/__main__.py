@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", default="", help="also write the whole plan to this file")
     parser.add_argument("--html", default="", help="also write a page to this file, to be opened in a browser")
     parser.add_argument("--compare", default="", help="KEY or KEY=A,B,C: plan each value of a setting, in one table")
-    parser.add_argument("--export", default="", help="write compiled programs to this folder, for runtime.executables of a run")
+    parser.add_argument("--export", default="", help="write compiled programs to this folder: runtime.executables_dir of a run")
     parser.add_argument("--advise_s", type=float, default=20.0, help="time for compiling alternatives, in seconds; 0: none")
     parser.add_argument(
         "--rates", default="", help="file of rates measured on this GPU, for the times; without it: planned ones"
@@ -80,7 +80,7 @@ def _export(config: ml_collections.ConfigDict, path: str, topology: str) -> None
 
     setup_logging()
     names = export.export(config, target, compile.parse_topology(topology) if topology else None)
-    print(f"Wrote {', '.join(names)} to {target}: the run takes them with --config.runtime.executables={target}")
+    print(f"Wrote {', '.join(names)} to {target}: the run takes them with --config.runtime.executables_dir={target}")
 
 
 def _calibrate(workdirs: str, rates_file: str) -> None:

@@ -1,7 +1,7 @@
-"""Compiles a run's programs ahead of it and writes them to a folder, from which it loads them (`runtime.executables`).
+"""Compiles a run's programs ahead of it and writes them to a folder, from which it loads them (`runtime.executables_dir`).
 
 For the devices that are here, or for a cluster of GPUs that is not: then XLA cannot time kernels, and takes those it would take
-without tuning. What a program must fit to be loaded, and the files, are `runtime.executables`'s.
+without tuning. What a program must fit to be loaded, and the files, are `jaxtrain.runtime.executables`'s.
 """
 
 from __future__ import annotations

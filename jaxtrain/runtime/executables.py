@@ -1,4 +1,4 @@
-"""Programs that were compiled ahead of time (`plan --export`), and a run that takes them from there (`runtime.executables`).
+"""Programs compiled ahead of time (`plan --export`), and a run that takes them from there (`runtime.executables_dir`).
 
 A run traces and lowers its programs as ever; what it then finds in the folder under the digest of that, of compiler options and
 of the mesh's devices need not be compiled. So a program is never another one than the run's own settings and code make. What
@@ -44,7 +44,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike, config: ml_collections.ConfigDict, devices: np.ndarray):
         self._path, self._own = pathlib.Path(path).expanduser(), recorded(config)
-        self.setting = f"runtime.executables={path}"
+        self.setting = f"runtime.executables_dir={path}"
         try:
             text = (self._path / MANIFEST).read_text(encoding="utf-8")
             found = json.loads(text)
@@ -90,10 +90,11 @@ _folder: Folder | None = None
 
 
 def use(config: ml_collections.ConfigDict, devices: np.ndarray) -> None:
-    """Takes programs for a mesh's devices from `config.runtime.executables` from now on; from nowhere where that is empty."""
+    """Takes programs for a mesh's devices from `runtime.executables_dir` from now on; from nowhere where that is empty."""
     global _folder
-    _folder = Folder(config.runtime.executables, config, devices) if config.runtime.executables else None
-    control.agree({f"runtime.executables: digest of {MANIFEST}": _folder.digest if _folder else "none"})
+    path = config.runtime.executables_dir
+    _folder = Folder(path, config, devices) if path else None
+    control.agree({f"runtime.executables_dir: digest of {MANIFEST}": _folder.digest if _folder else "none"})
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
