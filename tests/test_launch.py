@@ -69,11 +69,17 @@ def test_first_lines_give_the_command_and_lines_to_change_are_marked(path):
         subprocess.run(["bash", "-n", path], check=True)
 
 
+def heeds_interrupts():
+    """In the child: a shell cannot trap what was ignored before it began, as Ctrl-C is where tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class TestSsh:
     def start(self, stub, hosts="u@n1 n2", **variables):
         stub("ssh", 'shift 2; echo "to $1" >> "$LOG"; shift; exec bash -c "$*"')
         environment = stub.environment | {"HOSTS": hosts} | variables
-        return subprocess.Popen(["bash", LAUNCH / "ssh.sh", *ARGUMENTS], env=environment, start_new_session=True)
+        options = dict(env=environment, start_new_session=True, preexec_fn=heeds_interrupts)
+        return subprocess.Popen(["bash", LAUNCH / "ssh.sh", *ARGUMENTS], **options)
 
     def test_each_host_gets_its_number_and_the_same_arguments(self, stub, tmp_path):
         assert self.start(stub, PORT="1234", DIR=str(tmp_path)).wait(20) == 0

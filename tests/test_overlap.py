@@ -40,7 +40,7 @@ def test_each_setting_reaches_its_flag():
 
 
 def test_of_two_collectives_the_second_does_not_start_early():
-    """HSDP: gradients are scattered over fsdp, then summed over data. `data` alone, or `fsdp` alone: one collective."""
+    """HSDP: gradients are scattered over fsdp, then summed over data; experts: tokens go there and back."""
     early = "xla_gpu_experimental_collective_start_as_early_as_possible"
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
@@ -52,6 +52,7 @@ def test_of_two_collectives_the_second_does_not_start_early():
 
     assert found(mesh__data=2, mesh__fsdp=2) == found(mesh__data=2, mesh__sequence=2) == (False, 2)
     assert found(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=1, overlap__parallel_collectives=5) == (False, 5)
+    assert found(mesh__expert=2, model__num_experts=4) == (False, 2)
     for one in (dict(mesh__fsdp=4), dict(mesh__data=4), dict(mesh__data=2, mesh__fsdp=2, sharding__zero_stage=0)):
         assert found(**one) == (True, 3)
 

@@ -48,7 +48,7 @@ NCCL_BUFFERS = {
 def flags(settings: ml_collections.ConfigDict, gpu: Gpu | None, chained: bool = False) -> dict[str, Any]:
     """XLA flags for the settings of section `overlap` on a GPU (None: one that is not in the table).
 
-    chained: a gradient is reduced by two collectives, one after the other.
+    chained: collectives follow each other: two that reduce a gradient, or those of experts' tokens.
     """
     combine = settings.combine_mib or COMBINE_MIB.get(gpu.compute_capability if gpu else "", DEFAULT_COMBINE_MIB)
     return {
@@ -85,7 +85,8 @@ def compiler_options(
     if missing := [name for name, value in wanted.items() if not _known(name, value)]:
         needs = f"overlap.nccl_buffers: {config.overlap.nccl_buffers} needs {missing[0]}"
         raise ConfigError([f"{needs}, which XLA of jax {jax.__version__} has not; set copied"])
-    chained = bool(layout and layout.zero_stage and layout.size("data") > 1 and layout.size(*STATE_AXES) > 1)
+    reduced_twice = layout and layout.zero_stage and layout.size("data") > 1 and layout.size(*STATE_AXES) > 1
+    chained = bool(reduced_twice or (layout and layout.size("expert") > 1))
     deterministic = DETERMINISTIC if config.runtime.deterministic else {}
     for name, value in (flags(config.overlap, gpu, chained) | wanted | deterministic).items():
         if name in by_user:
