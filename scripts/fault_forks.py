@@ -13,7 +13,6 @@ import pathlib
 import runpy
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 
@@ -61,7 +60,8 @@ def fork(arguments: list[str], log: pathlib.Path, env: dict[str, str], cwd: path
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
         _server = subprocess.Popen([sys.executable, __file__], **pipes)
         atexit.register(_server.kill)
-    ended = pathlib.Path(tempfile.mkdtemp(prefix="fork-")) / "ended"
+    ended = log.with_suffix(".ended")
+    ended.unlink(missing_ok=True)
     job = dict(arguments=arguments, log=str(log), env=env, cwd=str(cwd), ended=str(ended))
     print(json.dumps(job), file=_server.stdin, flush=True)
     return Forked(int(_server.stdout.readline()), ended)

@@ -140,7 +140,9 @@ def test_flags_that_change_no_program_do_not_matter(exported, monkeypatch):
     flags = "--xla_dump_to=/nowhere --xla_force_host_platform_device_count=8 " + os.environ["XLA_FLAGS"]
     monkeypatch.setenv("XLA_FLAGS", flags)
     executables.use(config(runtime__executables_dir=exported), np.array(jax.devices()))
+    assert executables._folder
     executables.use(config(), np.array(jax.devices()))
+    assert executables._folder is None
 
 
 def test_a_folder_without_programs_or_with_damaged_ones_is_refused(exported, tmp_path):

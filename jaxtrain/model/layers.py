@@ -239,13 +239,8 @@ _row_parallel.defvjp(_row_parallel_forward, _row_parallel_backward)
 
 def multiply_deferred(deferred: DeferredGradient, spec: ParameterSpec) -> jax.Array:
     """The float32 gradient [D, ...] of a `Linear`'s kernel that a `column_parallel` or `row_parallel` backward has deferred."""
-    x, g, layout, row_parallel, matmul = (
-        deferred.x,
-        deferred.g,
-        spec.layout,
-        spec.row_parallel,
-        fp8 if spec.quantized else plain,
-    )
+    x, g, layout, row_parallel = deferred.x, deferred.g, spec.layout, spec.row_parallel
+    matmul = fp8 if spec.quantized else plain
     x, g = (x, gather_positions(layout, g)) if row_parallel else (gather_positions(layout, x), g)
     wide = "BT" + "NH"[: (x if row_parallel else g).ndim - 2]
     equation = f"{wide},BTD->D{wide[2:]}" if row_parallel else f"BTD,{wide}->D{wide[2:]}"

@@ -14,7 +14,7 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -148,16 +148,3 @@ def differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) 
         if changed := [f"{key} {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]:
             found.append(f"{path}: {', '.join(changed)}")
     return sorted(found)
-
-
-def together(name: str, function: jax.stages.Wrapped, meet: Callable[[], None]) -> Callable[..., Any]:
-    """A `Once` that is compiled, or loaded, at its first call; `meet`: waits for the other processes' compilation."""
-    ready: list[Once] = []
-
-    def call(*arguments: Any) -> Any:
-        if not ready:
-            ready.append(Once(name, function, executables.compiled(function.lower(*arguments))))
-            meet()
-        return ready[0](*arguments)
-
-    return call

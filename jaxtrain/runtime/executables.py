@@ -15,7 +15,6 @@ import pathlib
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import ml_collections
@@ -102,14 +101,14 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     return (_folder and _folder.find(lowered)) or lowered.compile()
 
 
-def compiled_together(function: jax.stages.Wrapped) -> Callable[..., Any]:
+def compiled_together(function: jax.stages.Wrapped, wrap: Callable = lambda function, program: program) -> Callable:
     """A jitted function that is compiled, or loaded, at its first call, on all processes, before any of them runs it:
-    collectives wait less long for each other than compilations may differ."""
+    collectives wait less long for each other than compilations may differ. `wrap`: of both, what is called."""
     ready = []
 
     def call(*arguments):
         if not ready:
-            ready.append(compiled(function.lower(*arguments)))
+            ready.append(wrap(function, compiled(function.lower(*arguments))))
             control.meet()
         return ready[0](*arguments)
 

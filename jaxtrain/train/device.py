@@ -103,17 +103,17 @@ class DeviceProgram:
             keeps_gathered = any(spec.gathered_once for spec in jax.tree.leaves(self.specs["blocks"]))
             accumulate = make_gradients(self.loss, self.gradient_buffers, self.zero_sums, layout.defers, keeps_gathered)
 
-        def compiled(function, inputs, outputs):
+        def on_devices(function, inputs, outputs):
             def of_quantized(parameters, *rest):  # once for all microbatches, before anything is gathered
                 return function(jax.tree.map(lambda spec, value: spec.quantize(value), self.specs, parameters), *rest)
 
             return per_device(layout, of_quantized, [stored, *inputs], outputs)
 
         return DeviceFunctions(
-            compiled(functools.partial(self.gradients, accumulate), [MICROBATCHES, None], [None, trained, None]),
-            compiled(self.evaluation, [ROWS], [None]),
-            compiled(self.logits, [ROWS], [LOGITS]),
-            compiled(self.activations, [ROWS], [None]),
+            on_devices(functools.partial(self.gradients, accumulate), [MICROBATCHES, None], [None, trained, None]),
+            on_devices(self.evaluation, [ROWS], [None]),
+            on_devices(self.logits, [ROWS], [LOGITS]),
+            on_devices(self.activations, [ROWS], [None]),
         )
 
     def gradients(

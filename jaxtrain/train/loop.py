@@ -148,7 +148,7 @@ class _Session:
         self.clock, self.writer = figures.clock, figures.writer
         self.last_metrics: dict[str, Any] = {}
         self.last_eval: dict[str, float] = {}
-        self.eval_step = compiles.together("The evaluation", program.eval_step, control.meet)
+        self.eval_step = executables.compiled_together(program.eval_step, functools.partial(compiles.Once, "The evaluation"))
         self.replicas = Replicas(config.runtime.check_replicas_every_steps, program.abstract_state, program.layout.mesh)
 
     @functools.cached_property
